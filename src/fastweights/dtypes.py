@@ -9,7 +9,7 @@ from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-CLEARS = -750.0
+MIN_LOG_DECAY = -750.0
 """A log decay that is 0 in every dtype, as all below it."""
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import check_dim, check_gate, check_number
-from fastweights.dtypes import CLEARS, cast_for_autocast, compute_dtype
+from fastweights.dtypes import MIN_LOG_DECAY, cast_for_autocast, compute_dtype
 from fastweights.heads import state_shape
 from fastweights.ops.backends import Backend
 from fastweights.ops.members import Keys, PerHead, Values
@@ -235,7 +235,7 @@ def gates_in_units(
     # Any stabilizer gives the same o: it takes no part in the gradients.
     decay = g + torch.minimum(before - after, -g).detach()
     empty, emptied = before.isneginf(), after.isneginf()
-    decay = decay.masked_fill(g.isneginf() | emptied, CLEARS)
+    decay = decay.masked_fill(g.isneginf() | emptied, MIN_LOG_DECAY)
     decay = decay.masked_fill(empty, empty_decay).to(dtype)
     weight = (i - after.masked_fill(emptied, 0)).exp()[..., None].to(dtype)
     return decay, weight, (-after).exp()[..., None].to(dtype), last
@@ -382,7 +382,7 @@ def mlstm_step(
     dtype = compute_dtype(q.dtype)
     first = m if rows is None else m[rows_inside(rows, m)]
     decay, weight, floor, last = gates_in_units(
-        g, i, first, None, dtype, empty_decay=CLEARS
+        g, i, first, None, dtype, empty_decay=MIN_LOG_DECAY
     )
     options = {"g": decay, "scale": scale, "backend": backend}
     o, z = normalised_step(q, k, weight * v, weight, S, rows, **options)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from fastweights.dtypes import CLEARS
+from fastweights.dtypes import MIN_LOG_DECAY
 from fastweights.reference.parallel import decays
 
 Chunks = Float[Tensor, "B N H C D"]
@@ -62,7 +62,7 @@ def running_sum(g: Gates) -> Gates:
     The decay between two tokens is the exponential of a difference of two
     sums. In fp32 they would lose the gates behind a strong one.
     """
-    return g.double().clamp(min=CLEARS).cumsum(dim=-2)
+    return g.double().clamp(min=MIN_LOG_DECAY).cumsum(dim=-2)
 
 
 def chunk_scores(
