@@ -21,7 +21,7 @@ NARROW = [  # of the library's own layers: the laboratory adds some
     name
     for name, layer in LAYERS.items()
     if layer.__module__.startswith("fastweights.")
-    and getattr(layer, "steps_by_decode", False)
+    and getattr(layer, "uses_decode_step", False)
 ]
 
 

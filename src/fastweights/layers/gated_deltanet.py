@@ -70,7 +70,7 @@ class GatedDeltaNet(Layer):
         norm_eps: of the output norm.
     """
 
-    steps_by_decode = True
+    uses_decode_step = True
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class GatedDeltaNet2(Layer):
         norm_eps: of the output norm.
     """
 
-    steps_by_decode = True
+    uses_decode_step = True
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class GatedLinearAttention(Layer):
         norm_eps: of the output norm.
     """
 
-    steps_by_decode = True
+    uses_decode_step = True
 
     def __init__(
         self,

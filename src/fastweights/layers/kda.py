@@ -65,7 +65,7 @@ class KimiDeltaAttention(Layer):
         norm_eps: of the output norm.
     """
 
-    steps_by_decode = True
+    uses_decode_step = True
 
     def __init__(
         self,

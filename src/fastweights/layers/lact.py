@@ -72,7 +72,7 @@ class LaCT(Layer):
         norm_eps: of the norms.
     """
 
-    padded = True
+    reads_packs_as_rows = True
 
     def __init__(
         self,

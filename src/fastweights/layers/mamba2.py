@@ -65,7 +65,7 @@ class Mamba2(Layer):
         norm_eps: of the norm.
     """
 
-    steps_by_decode = True
+    uses_decode_step = True
 
     def __init__(
         self,

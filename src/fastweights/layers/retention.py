@@ -53,7 +53,7 @@ class MultiScaleRetention(Layer):
         norm_eps: of the output norm.
     """
 
-    steps_by_decode = True
+    uses_decode_step = True
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class LightningAttention(Layer):
         norm_eps: of the output norm.
     """
 
-    steps_by_decode = True
+    uses_decode_step = True
 
     def __init__(
         self,

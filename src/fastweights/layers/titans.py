@@ -109,7 +109,7 @@ class TitansMemory(Layer):
         norm_eps: of the output norm.
     """
 
-    padded = True
+    reads_packs_as_rows = True
 
     def __init__(
         self,

@@ -60,7 +60,7 @@ class TTTLinear(Layer):
 
     default_lr = 1.0
 
-    padded = True
+    reads_packs_as_rows = True
 
     def __init__(
         self,

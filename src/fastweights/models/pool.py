@@ -90,7 +90,7 @@ class StatePool:
         family = {
             x
             for x, layer in LAYERS.items()
-            if getattr(layer, "steps_by_decode", False)
+            if getattr(layer, "uses_decode_step", False)
         }
         if others := sorted(layer_types - family - {"softmax"}):
             raise ValueError(

@@ -193,5 +193,5 @@ def prefills_by_kernels(model: LanguageModel) -> bool:
         model.hidden(token.to(model.embedding.weight.device))
     layers = [block.get_submodule("layer") for block in model.blocks]
     return {run.split()[0] for run in runs} == {"triton"} and all(
-        getattr(layer, "steps_by_decode", False) for layer in layers
+        getattr(layer, "uses_decode_step", False) for layer in layers
     )

@@ -122,11 +122,11 @@ class Layer(CheckedModule):
 
     compute: Callable[..., tuple[Tokens, Any]]
 
-    padded: bool = False
+    reads_packs_as_rows: bool = False
     """Whether it reads packed sequences as rows, filled up to the longest."""
 
-    steps_by_decode: bool = False
-    """Whether its steps are fastweights.decode_step, so that S may be bf16."""
+    uses_decode_step: bool = False
+    """Whether a step is fastweights.decode_step, so that S may be bf16."""
 
     @property
     def takes_accepted(self) -> bool:
@@ -134,7 +134,7 @@ class Layer(CheckedModule):
 
         Else it is called for a token at a time.
         """
-        return self.steps_by_decode
+        return self.uses_decode_step
 
     def forward(
         self,
@@ -150,7 +150,7 @@ class Layer(CheckedModule):
         """
         check_input(x, self, state, cu_seqlens)
         partly = state is not None and state.accepted is not None
-        if self.padded and cu_seqlens is not None:
+        if self.reads_packs_as_rows and cu_seqlens is not None:
             y, after = compute_by_length(self.compute, x, state, cu_seqlens)
         elif partly and not self.takes_accepted:
             y, after = compute_by_token(self.compute, x, state)
