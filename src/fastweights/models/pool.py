@@ -197,9 +197,9 @@ class StatePool:
         for row, n in count_of.items():
             self.tokens_read[row] += n
         on_device = torch.tensor(index, device=self.device)
-        all_rows = -1 not in index
+        all_inside = -1 not in index
         states = [
-            state.at_unchecked(on_device, used, all_rows)
+            state.at_unchecked(on_device, used, all_inside)
             for state in self.states
         ]
         self._last_call = states, used + max(counts)

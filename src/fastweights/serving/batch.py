@@ -151,7 +151,7 @@ class RecordedPrefill:
         self.inputs = batch.token.new_zeros(sum(self.sizes))
         self.tokens, self.cu_seqlens, rows = self.inputs.split(self.sizes)
         self.states: States = [
-            x.at_unchecked(rows, 0, all_rows=True) for x in batch.pool.states
+            x.at_unchecked(rows, 0, all_inside=True) for x in batch.pool.states
         ]
         self.pool_rows = range(batch.pool.size)
         self.recording = Recording(memory=batch.memory)

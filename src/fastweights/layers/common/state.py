@@ -32,8 +32,9 @@ class LayerState:
     and makes new ones in its own.
 
     The tensors are its memory. ``used`` is a bound that each call moves on, so
-    that none asks the device; ``rows``, ``all_rows`` and ``accepted`` say what
-    the next call does with the memory, and no copy has them.
+    that none asks the device. ``rows``, ``all_inside`` and ``accepted`` are
+    the next call's: they say what it does with the memory, and no copy has
+    them.
 
     A state made under torch.inference_mode goes on outside of it too, where
     copies take the places of its tensors; under torch.compile and in a pool
@@ -66,10 +67,10 @@ class LayerState:
     """Tokens that any sequence has in ``keys``, at most."""
 
     rows: Int[Tensor, " B"] | None = None
-    """The row of each sequence of the next call in a pool; see :meth:`at`."""
+    """The row of each sequence of the next call in a pool; -1: it has none."""
 
-    all_rows: bool | None = None  # what is None is no part of a pytree
-    """Whether the pool is known to have all of ``rows``: none is -1."""
+    all_inside: bool | None = None  # what is None is no part of a pytree
+    """Whether all of ``rows`` are known to be the pool's: none is -1."""
 
     accepted: Int[Tensor, " B"] | None = None
     """How many of each sequence's tokens in the next call the state takes
@@ -99,11 +100,15 @@ class LayerState:
         return self.at_unchecked(rows, used)
 
     def at_unchecked(
-        self, rows: Int[Tensor, " B"], used: int, all_rows: bool | None = None
+        self,
+        rows: Int[Tensor, " B"],
+        used: int,
+        all_inside: bool | None = None,
     ) -> LayerState:
         """Return what :meth:`at` does, for rows known to be right."""
-        tensors = self.tensors()
-        return LayerState(**tensors, used=used, rows=rows, all_rows=all_rows)
+        return LayerState(
+            **self.tensors(), used=used, rows=rows, all_inside=all_inside
+        )
 
     def get(self, name: str) -> Tensor:
         """The field of this name, the rows of a pool copied out.
@@ -114,7 +119,7 @@ class LayerState:
         field = self.field(name)
         if self.rows is None:
             return field
-        rows = self.rows if self.all_rows else rows_inside(self.rows, field)
+        rows = self.rows if self.all_inside else rows_inside(self.rows, field)
         return field.index_select(0, rows)
 
     def field(self, name: str) -> Tensor:
@@ -208,7 +213,7 @@ class LayerState:
 TENSORS = tuple(
     f.name
     for f in fields(LayerState)
-    if f.name not in ("used", "rows", "all_rows", "accepted")
+    if f.name not in ("used", "rows", "all_inside", "accepted")
 )
 
 # In what torch.export and others take apart, a state is its fields.
@@ -224,7 +229,7 @@ def state_after_call(state: LayerState, after: LayerState) -> LayerState:
             new = getattr(after, name)
             if x is new:
                 continue
-            if state.all_rows:  # one launch in place of a dozen
+            if state.all_inside:  # one launch in place of a dozen
                 x.index_copy_(0, state.rows, new.to(x.dtype))
             else:
                 write_rows(x, new.to(x.dtype), state.rows)
