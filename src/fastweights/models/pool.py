@@ -156,7 +156,10 @@ class StatePool:
         return states
 
     def at(self, rows: Rows, tokens: int | Rows) -> list[LayerState]:
-        """Return the states for one call of the model with these rows.
+        """The states for one call of the model with these rows.
+
+        It begins that call: the rows count as having read its tokens. Who
+        asks twice for one call has them counted twice.
 
         Args:
             rows: the row of each sequence, taken before; -1 for none.
