@@ -331,5 +331,4 @@ CONVOLUTION = Operator(
     forward=_forward,
     fake=_fake,
     backward=_backward,
-    instead="it has not",
 )

@@ -171,5 +171,5 @@ NORM = Operator(
     forward=_forward,
     fake=_fake,
     backward=_backward,
-    instead='only backend="torch" has',
+    alternative="torch",
 )

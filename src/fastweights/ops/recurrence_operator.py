@@ -149,7 +149,7 @@ def make_operator(
         forward=on_groups(forward),
         fake=on_groups(fake),
         backward=back_on_groups(backward),
-        instead='only backend="loop" has',
+        alternative="loop",
         flops=(on_groups(flops.forward), back_on_groups(flops.backward)),
     )
 

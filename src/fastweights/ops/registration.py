@@ -67,10 +67,10 @@ class Operator:
         hidden: how many of the last results are for the backward only.
         kept: how many of the last results the backward is given; one of them
             may be a list.
-        instead: who has gradients of gradients and transforms, as the end of
-            a refusal.
+        alternative: the backend that has gradients of gradients and
+            transforms, for a refusal to name; None if there is none.
         flops: formulas of its FLOPs and of its backward's, if they count.
-        function: what a refusal calls the operator; ``name`` if empty.
+        public_name: what a refusal calls the operator; ``name`` if empty.
 
     Raises, when called:
         NotImplementedError: under a transform of torch.func, in forward-mode
@@ -91,11 +91,14 @@ class Operator:
         backward: Callable,
         hidden: int = 0,
         kept: int = 0,
-        instead: str,
+        alternative: str | None = None,
         flops: tuple[Callable, ...] = (),
-        function: str = "",
+        public_name: str = "",
     ) -> None:
-        self.name, self.instead = function or name, instead
+        self.name = public_name or name
+        self.who_has = "it has not"
+        if alternative is not None:
+            self.who_has = f'only backend="{alternative}" has'
         self.functions = forward, backward
         self.names, outputs = (
             [x.split()[-1] for x in text.split(", ")]
@@ -169,7 +172,7 @@ class Operator:
     def refuse(self, ctx: Any, *grads: Any) -> None:
         raise NotImplementedError(
             f"{self.name}: got a gradient of its gradient, which "
-            f"{self.instead}"
+            f"{self.who_has}"
         )
 
     def refuse_transforms(self, *inputs: Tensor | None) -> None:
@@ -179,7 +182,7 @@ class Operator:
         if tangents or torch_internals.in_torch_func():
             raise NotImplementedError(
                 f"{self.name}: got a transform of torch.func, or "
-                f"forward-mode autograd, which {self.instead}; a layer's "
+                f"forward-mode autograd, which {self.who_has}; a layer's "
                 "gradients per sample are those of torch.autograd.grad, a "
                 "sample at a time"
             )

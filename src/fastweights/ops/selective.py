@@ -341,7 +341,7 @@ SCAN = Operator(
     forward=_forward,
     fake=_fake,
     backward=_backward,
-    instead='only backend="loop" has',
+    alternative="loop",
 )
 
 

@@ -89,6 +89,6 @@ TTT = Operator(
     forward=_forward,
     fake=_fake,
     backward=_backward,
-    instead='only backend="torch" has',
-    function="ttt",
+    alternative="torch",
+    public_name="ttt",
 )
