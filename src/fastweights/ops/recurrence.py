@@ -10,15 +10,17 @@ and in the third another key, ``erase``, reads what is erased.
 
 A call goes this way, as far as the kernels:
 
-    linear_recurrence                    autocast; whether ranks share tokens
-    recurrence_operator.local_recurrence      checks; layouts; "loop" ends here
-    registration.Operator                what autograd and torch.compile see
-    recurrence_operator._forward         a backend; what is saved
-    kernels/recurrence/backend.run_schedule  the schedule for this kind of call
-    kernels/recurrence/schedule          sizes, memory; the launches
+    linear_recurrence                     autocast; whether ranks share tokens
+    recurrence_operator.local_recurrence  checks; "loop" ends here
+    recurrence_operator.prepare_call      layouts; what was left to default
+    registration.Operator                 what autograd and torch.compile see
+    recurrence_operator._forward          a backend; what is saved
+    kernels/recurrence/backend            the kind of call
+    kernels/recurrence/stages             what that kind launches
+    kernels/recurrence/schedule           sizes, memory; the launches
 
 PyTorch's chunks are ``torch_backend/recurrence.forward`` in place of the last
-two, and a rank's tokens go through ``recurrence_on_ranks`` in place of the
+three, and a rank's tokens go through ``recurrence_on_ranks`` in place of the
 second.
 """
 

@@ -38,7 +38,7 @@ def decode(
 ) -> Tensor:
     """Outputs of all tokens; S becomes the state after those accepted.
 
-    x is what :func:`widen` returns.
+    ``tokens`` are what :func:`widen` returns.
     """
     if accepted is None:
         return advance(S, *tokens, scale=scale)

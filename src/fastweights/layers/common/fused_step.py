@@ -200,7 +200,7 @@ def fused_recurrence(
     Args:
         x, norm: the residual stream, and the norm before the layer.
         layer: with a convolution, a decay, a norm, an o_proj.
-        kind: the class whose layers this function stands for.
+        layer_class: the class whose layers this function stands for.
         state: one that the layer has made, or a pool of them.
         modules: the projection to q, k and v, then the others.
         gates: what makes logits of g and beta, and the output gate, of the

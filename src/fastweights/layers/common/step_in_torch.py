@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from fastweights.dtypes import upcast
 from fastweights.heads import l2norm
 from fastweights.layers.common.layer import Tokens
-from fastweights.layers.common.parts import upcast, write_strength
+from fastweights.layers.common.parts import write_strength
 from fastweights.layers.common.state import LayerState
 from fastweights.ops.rows import write_rows
 from fastweights.torch_backend.decode import advance, widen
