@@ -88,8 +88,8 @@ def test_as_one_operator(name, monkeypatch):
     }
     for options in ({}, begun):
         results = []
-        for is_open in (False, True):
-            monkeypatch.setattr(any_length, "is_open", lambda _, a=is_open: a)
+        for value in (False, True):
+            monkeypatch.setattr(any_length, "is_dynamic", lambda _, a=value: a)
             x = {k: t.requires_grad_() for k, t in drawn(name, C + 3).items()}
             o, after = _once(case, x, options, monkeypatch)
             loss = o.sin().sum() + after.sin().sum()
@@ -103,7 +103,7 @@ def _once(case, x, options, monkeypatch):
     call = any_length.call
 
     def closed(*arguments, **options):
-        monkeypatch.setattr(any_length, "is_open", lambda _: False)
+        monkeypatch.setattr(any_length, "is_dynamic", lambda _: False)
         return call(*arguments, **options)
 
     monkeypatch.setattr(any_length, "call", closed)

@@ -161,7 +161,7 @@ def lact(
         {f"start[{i}]": (start[i], (H, *shapes[i])) for i in range(3)}
     )
     check_state(q, initial_state, B, H, 3 * numbers + 1, after=position)
-    if any_length.is_open(T):
+    if any_length.is_dynamic(T):
         results = (v.shape, dtype), ([B, H, 3 * numbers + 1], full)
         inputs = q, k, v, rates, start, momentum
         return any_length.call(

@@ -121,7 +121,7 @@ def titans(
     check_state(q, initial_state, B, H, 3, P, after=position)
     if norm is not None:
         check_pair("norm", norm, (H, v.shape[-1]))
-    if any_length.is_open(T):
+    if any_length.is_dynamic(T):
         results = (v.shape, dtype), ([B, H, 3, P], full)
         inputs = q, k, v, rate, momentum, g, start, norm
         return any_length.call(

@@ -106,7 +106,7 @@ def ttt(
     check_shapes({"v": (v, (B, T, H, K))})
     check_pair("norm", norm, (H, K))
     check_state(q, initial_state, B, H, 2, P, after=position)
-    if any_length.is_open(T):
+    if any_length.is_dynamic(T):
         results = (v.shape, dtype), ([B, H, 2, P], full)
         inputs = q, k, v, rate, start, norm, step_scale
         return any_length.call(

@@ -30,7 +30,7 @@ TENSOR = "a tensor"
 SCHEMA = "str function, Tensor[] given, str arguments"
 
 
-def is_open(T: int) -> bool:
+def is_dynamic(T: int) -> bool:
     """Whether a graph is made that is to hold for other T than this one."""
     if not torch.compiler.is_compiling():
         return False

@@ -191,7 +191,7 @@ def fused_recurrence(
     layer_class: type[Layer],
     state: LayerState,
     modules: Sequence[nn.Module | None],
-    gates: Any = lambda *gates: gates,
+    split_gates: Any = lambda *gates: gates,
 ) -> Tokens | None:
     """x + layer(norm(x)) of a layer of the family, its state in place.
 
@@ -203,7 +203,7 @@ def fused_recurrence(
         layer_class: the class whose layers this function stands for.
         state: one that the layer has made, or a pool of them.
         modules: the projection to q, k and v, then the others.
-        gates: what makes logits of g and beta, and the output gate, of the
+        split_gates: makes logits of g and beta, and the output gate, of the
             others' outputs; each may be None. Without it they are these.
     """
     taps = layer.convolution.taps
@@ -225,7 +225,7 @@ def fused_recurrence(
     if not runs_kernels(x):
         record_run("torch token")
         qkv, *others = step_in_torch.norm_and_project(x, norm, modules)
-        a, b, gate = gates(*others)
+        a, b, gate = split_gates(*others)
         o = step_in_torch.recurrence(layer, qkv, a, b, state)
         return step_in_torch.project_output(x, o, gate, layer)
     from fastweights.kernels.decode import decode
@@ -242,7 +242,7 @@ def fused_recurrence(
         accepted=state.accepted,
         silu=taps.activation,
     )
-    a, b, gate = gates(*others)
+    a, b, gate = split_gates(*others)
     q, k, v = qkv.split([H * K, H * K, HV * V], -1)
     decay = layer.decay
     if a is not None and decay.channels > 1:

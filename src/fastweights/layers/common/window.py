@@ -36,7 +36,7 @@ def window_attention(
     """
     N, L, H, K = q.shape
     before = window - 1
-    if any_length.is_open(L):
+    if any_length.is_dynamic(L):
         results = (v.shape, v.dtype), ([N, before, 2 * H * K], k.dtype)
         inputs = q, k, v, window, past, position, lengths
         return any_length.call(window_attention, results, *inputs)
