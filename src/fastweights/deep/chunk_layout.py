@@ -26,7 +26,7 @@ class Part(NamedTuple):
     """Whether these tokens complete the chunk."""
 
     def take(self, x: Tensor, empty: float | None = None) -> Tensor:
-        """Return x [B, T, ...] at these tokens, [B, C, ...].
+        """x [B, T, ...] at these tokens, [B, C, ...].
 
         ``empty`` stands in place of tokens that do not exist.
         """
@@ -37,13 +37,13 @@ class Part(NamedTuple):
         return y if empty is None else self.only(y, empty)
 
     def only(self, y: Tensor, empty: Tensor | float) -> Tensor:
-        """Return y [B, C, ...], with ``empty`` where no token exists."""
+        """y [B, C, ...], with ``empty`` where no token exists."""
         return (
             y if self.valid is None else y.where(_like(self.valid, y), empty)
         )
 
     def choose(self, then: Tensor, other: Tensor) -> Tensor:
-        """Return ``then`` [B, ...] where the chunk ends, else ``other``."""
+        """``then`` [B, ...] where the chunk ends, else ``other``."""
         return where_rows(self.ends, then, other)
 
 
@@ -105,7 +105,7 @@ class Layout:
                 )
 
     def join(self, outputs: list[Tensor]) -> Tensor:
-        """Return the outputs [B, C, ...] of all parts as one [B, T, ...]."""
+        """The outputs [B, C, ...] of all parts as one [B, T, ...]."""
         y = torch.cat(outputs, 1)
         if self.regular or self.T == 1:
             return y
@@ -117,7 +117,7 @@ class Layout:
 def where_rows(
     rows: bool | Bool[Tensor, " B"], then: Tensor, other: Tensor
 ) -> Tensor:
-    """Return ``then`` [B, ...] in these rows (True: all), else ``other``."""
+    """``then`` [B, ...] in these rows (True: all), else ``other``."""
     if isinstance(rows, bool):
         return then if rows else other
     return then.where(_like(rows, then), other)

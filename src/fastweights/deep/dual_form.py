@@ -41,7 +41,7 @@ class Gradients(NamedTuple):
 
 
 def layer_outputs(layers: Layers, x: Tensor) -> list[Tensor]:
-    """Return every layer's output, before any activation."""
+    """Every layer's output, before any activation."""
     outputs: list[Tensor] = []
     for W, b in layers:
         x = gelu(outputs[-1]) if outputs else x
@@ -50,7 +50,7 @@ def layer_outputs(layers: Layers, x: Tensor) -> list[Tensor]:
 
 
 def gelu_slope(z: Tensor) -> Tensor:
-    """Return the derivative of the GELU with tanh."""
+    """The derivative of the GELU with tanh."""
     root, cubic, square = math.sqrt(2 / math.pi), 0.044715, z.square()
     t = (root * z * (1 + cubic * square)).tanh()
     change = root * (1 + 3 * cubic * square)
@@ -58,7 +58,7 @@ def gelu_slope(z: Tensor) -> Tensor:
 
 
 def layer_norm(z: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
-    """Return LN(z), z at mean 0 and variance 1, and 1 / its deviation."""
+    """LN(z), z at mean 0 and variance 1, and 1 / its deviation."""
     z = z - z.mean(-1, keepdim=True)
     scale = (z.square().mean(-1, keepdim=True) + EPS).rsqrt()
     weight, bias = norm
@@ -67,7 +67,7 @@ def layer_norm(z: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def output_error(z: Tensor, target: Tensor, norm: Norm | None) -> Tensor:
-    """Return d/dz of |y - target|^2 / 2, where y is z or its LayerNorm."""
+    """d/dz of |y - target|^2 / 2, where y is z or its LayerNorm."""
     if norm is None:
         return z - target
     y, unit, scale = layer_norm(z, norm)
@@ -79,7 +79,7 @@ def output_error(z: Tensor, target: Tensor, norm: Norm | None) -> Tensor:
 def gradients(
     layers: Layers, k: Tensor, target: Tensor, norm: Norm | None = None
 ) -> Gradients:
-    """Return the gradients of a chunk's tokens, all at the same weights."""
+    """The gradients of a chunk's tokens, all at the same weights."""
     outputs = layer_outputs(layers, k)
     errors = [output_error(outputs[-1], target, norm)]
     for (W, _), z in zip(layers[:0:-1], outputs[-2::-1], strict=True):
@@ -96,7 +96,7 @@ def answer_queries(
     carry: Float[Tensor, "#B #H C"],
     share: Float[Tensor, "B H C C"],
 ) -> Tensor:
-    """Return each query's answer by the weights of its own token.
+    """Each query's answer by the weights of its own token.
 
     keep None is 1, S None is 0.
     """
@@ -115,7 +115,7 @@ def answer_queries(
 
 
 def sum_gradients(grads: Gradients, share: Rows) -> Layers:
-    """Return the sum of a chunk's gradients, each times its share."""
+    """The sum of a chunk's gradients, each times its share."""
     sums = []
     for inputs, errors in zip(*grads, strict=True):
         weighted = share[..., None] * errors
@@ -130,7 +130,7 @@ def map_layers(function: Callable[..., Tensor], *layers: Layers) -> Layers:
 
 
 def tensors_of(layers: Layers) -> list[Tensor]:
-    """Return the weights and biases in one list."""
+    """The weights and biases in one list."""
     return [x for layer in layers for x in layer]
 
 
@@ -140,7 +140,7 @@ def as_layers(tensors: Sequence[Tensor]) -> Layers:
 
 
 def flatten(layers: Layers) -> Float[Tensor, "B H P"]:
-    """Return all weights of a head as one row of numbers."""
+    """All weights of a head as one row of numbers."""
     return torch.cat([x.flatten(2) for x in tensors_of(layers)], -1)
 
 

@@ -145,7 +145,7 @@ class StatePool:
             state.copy_(kept_state)
 
     def _row(self, row: int) -> list[LayerState]:
-        """Return a row's states, in the memory of the pool."""
+        """A row's states, in the memory of the pool."""
         used, states = self.tokens_read[row], []
         for state in self.states:
             tensors: dict[str, Any] = state.tensors()
@@ -209,7 +209,7 @@ class StatePool:
         return states
 
     def _overfull_rows(self, count_of: dict[int, int]) -> list[int]:
-        """Return the rows that may lack room for so many more tokens."""
+        """The rows that may lack room for so many more tokens."""
         if not self.grows:
             return []
         read, most = self.tokens_read, self.capacity
@@ -231,7 +231,7 @@ class StatePool:
     def _checked_rows(
         self, name: str, rows: Rows, none: bool = False
     ) -> list[int]:
-        """Return rows as a list of ints; raise unless taken, each once.
+        """The rows as a list of ints; raises unless taken, each once.
 
         ``none``: whether -1, no row, may be among them.
         """

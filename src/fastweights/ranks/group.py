@@ -40,7 +40,7 @@ class Ranks:
     states: bool
 
     def counts(self, T: int) -> tuple[int, ...]:
-        """Return how many tokens each rank has, where this one has T."""
+        """How many tokens each rank has, where this one has T."""
         if self.tokens is None:
             return (T,) * self.size
         if self.tokens[self.rank] != T:
@@ -51,26 +51,26 @@ class Ranks:
         return self.tokens
 
     def start(self, T: int) -> int:
-        """Return how many tokens the ranks before this one have."""
+        """How many tokens the ranks before this one have."""
         return sum(self.counts(T)[: self.rank])
 
     # The next four have gradients; every rank has to call them. ``overlap``
     # is called while x travels.
 
     def gather(self, x: Tensor, overlap: Overlap = None) -> Tensor:
-        """Return x of all ranks, [ranks, *x.shape]."""
+        """x of all ranks, [ranks, *x.shape]."""
         return _Gather.apply(x, self.group, self.size, overlap)
 
     def shift(self, x: Tensor, step: int, overlap: Overlap = None) -> Tensor:
-        """Return x of the rank ``step`` before this one, or zeros."""
+        """x of the rank ``step`` before this one, or zeros."""
         return _Shift.apply(x, self, step, overlap)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of x over ranks, on all of them."""
+        """The sum of x over ranks, on all of them."""
         return _Sum.apply(x, self.group)
 
     def gather_tokens(self, x: Tensor) -> Tensor:
-        """Return x [B, T, ...] of all ranks, one after the other in time."""
+        """x [B, T, ...] of all ranks, one after the other in time."""
         counts = self.counts(x.shape[1])
         if self.tokens is None:
             return self.gather(x).transpose(0, 1).flatten(1, 2)
@@ -85,12 +85,12 @@ _contexts: list[Ranks] = []
 
 
 def current_ranks() -> Ranks | None:
-    """Return the ranks that share sequences now; None: each is whole here."""
+    """The ranks that share sequences now; None: each is whole here."""
     return _contexts[-1] if _contexts else None
 
 
 def token_offset(T: int) -> tuple[int, int]:
-    """Return the first of T tokens here among all ranks', and their number."""
+    """The first of T tokens here among all ranks', and their number."""
     ranks = current_ranks()
     if ranks is None:
         return 0, T
@@ -98,7 +98,7 @@ def token_offset(T: int) -> tuple[int, int]:
 
 
 def min_tokens() -> int:
-    """Return how many tokens an operator needs: a rank may have none."""
+    """How many tokens an operator needs: a rank may have none."""
     return 1 if current_ranks() is None else 0
 
 

@@ -85,7 +85,7 @@ def suffix_over_ranks(
 
 
 def _compose_states(M: Any, B: Any, state: Any, matrix: bool) -> list[Any]:
-    """Return ``state``, None for zeros, and those after each map in turn."""
+    """``state``, None for zeros, and those after each map in turn."""
     states = [state]
     for M_r, B_r in zip(M, B, strict=True):
         if state is not None:

@@ -43,17 +43,17 @@ class Shard(NamedTuple):
     sends: Bool[Tensor, " R"]  # whether one does
 
     def initial_states(self, state: Tensor, empty: float = 0.0) -> Tensor:
-        """Return the states of sequences that begin here, others empty."""
+        """The states of sequences that begin here, others empty."""
         return where_rows(self.begins, state, empty)
 
     def with_incoming(self, first: Tensor, state: Tensor) -> Tensor:
-        """Return the first states with those that other ranks have sent."""
+        """The first states with those that other ranks have sent."""
         own = first.index_select(0, self.incoming)
         state = where_rows(self.receives, state.to(first.dtype), own)
         return first.index_copy(0, self.incoming, state)
 
     def map_offsets(self) -> Tensor | None:
-        """Return the offsets of the call for the map; None of a batch."""
+        """The offsets of the call for the map; None of a batch."""
         if self.cu_seqlens is None:
             return None
         start, end = (self.cu_seqlens[self.outgoing + i] for i in (0, 1))
@@ -61,19 +61,19 @@ class Shard(NamedTuple):
         return torch.cat([torch.zeros_like(start), start, end])
 
     def map_initial_states(self, own: Tensor, empty: float = 0.0) -> Tensor:
-        """Return the call's first states, given the outgoing sequences'."""
+        """The call's first states, given the outgoing sequences'."""
         if self.cu_seqlens is None:
             return own
         return torch.cat([torch.full_like(own, empty), own])
 
     def map_outgoing(self, state: Tensor, empty: float = 0.0) -> Tensor:
-        """Return the call's final states of the outgoing sequences."""
+        """The call's final states of the outgoing sequences."""
         if self.cu_seqlens is not None:
             state = state[1:]
         return where_rows(self.sends, state, empty)
 
     def where_passing(self, x: Tensor, empty: float = 0.0) -> Tensor:
-        """Return x where a sequence comes in and goes on, else ``empty``.
+        """x where a sequence comes in and goes on, else ``empty``.
 
         All of the rank's tokens are then that sequence's.
         """
@@ -83,7 +83,7 @@ class Shard(NamedTuple):
     def final_states(
         self, state: Tensor, last: Tensor | None = None
     ) -> Tensor:
-        """Return final states: a batch's ``last``, if that is known.
+        """Final states: a batch's ``last``, if that is known.
 
         Else each is the ``state`` on the rank that has its last token.
         """
@@ -97,14 +97,14 @@ class Shard(NamedTuple):
 def where_rows(
     rows: Bool[Tensor, " N"], x: Tensor, y: Tensor | float
 ) -> Tensor:
-    """Return x [N, ...] in these rows, y in the others."""
+    """x [N, ...] in these rows, y in the others."""
     return torch.where(rows.view(-1, *[1] * (x.dim() - 1)), x, y)
 
 
 def shard_of(
     ranks: Ranks, x: Tensor, T: int, cu_seqlens: Int[Tensor, " N+1"] | None
 ) -> Shard:
-    """Return this rank's shard of a batch or pack x [B, ...], of T tokens."""
+    """This rank's shard of a batch or pack x [B, ...], of T tokens."""
     counts, last = ranks.counts(T), ranks.rank == ranks.size - 1
     if cu_seqlens is None:
         rows = torch.arange(len(x), device=x.device)
@@ -121,7 +121,7 @@ def shard_of(
 def shard_of_pack(
     cu_seqlens: Int[Tensor, " N+1"], start: int, end: int, last: bool
 ) -> Shard:
-    """Return the shard of a pack's tokens from start up to end, maybe none.
+    """The shard of a pack's tokens from start up to end, maybe none.
 
     ``last``: whether no rank follows. An empty sequence begins and ends with
     the rank that has the token after it, or with the last one.
@@ -178,7 +178,7 @@ def run_additive_over_ranks(
 def total_decay(
     g: Float[Tensor, "B T HV *K"] | None, q: Tensor
 ) -> Float[Tensor, "B HV_or_1 K_or_1 1"]:
-    """Return the factors of a state's rows over all of q's tokens."""
+    """The factors of a state's rows over all of q's tokens."""
     if g is None:
         return q.new_ones(len(q), 1, 1, 1)
     g = g.sum(1, dtype=torch.float64).exp()

@@ -178,7 +178,7 @@ class RecordedPrefill:
 
 
 def power_of_2(n: int) -> int:
-    """Return the smallest power of 2 that is n or more."""
+    """The smallest power of 2 that is n or more."""
     return 1 << (n - 1).bit_length()
 
 

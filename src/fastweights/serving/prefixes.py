@@ -25,7 +25,7 @@ class Hasher:
         self._length, self._hash = 0, hashlib.sha256()
 
     def key(self, text: list[int], length: int) -> Key:
-        """Return the key of so many of the text's first tokens."""
+        """The key of so many of the text's first tokens."""
         if length < self._length:
             self._length, self._hash = 0, hashlib.sha256()
         self._hash.update(array("q", text[self._length : length]))
@@ -66,7 +66,7 @@ class Prefixes:
     def longest(
         self, tokens: list[int], multiple_of: int = 1
     ) -> list[LayerState] | None:
-        """Return the states after the longest prefix that is kept, if any.
+        """The states after the longest prefix that is kept, if any.
 
         It is all of the tokens, or a multiple of ``multiple_of`` of them.
         """

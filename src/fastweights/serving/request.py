@@ -100,7 +100,7 @@ class Request:
 
 
 def as_seed(seed: int | None) -> int:
-    """Return the seed, or one that PyTorch's generator draws."""
+    """The seed, or one that PyTorch's generator draws."""
     if seed is None:
         return int(torch.randint(2**63 - 1, (), device="cpu"))
     check_integers({"seed": seed})

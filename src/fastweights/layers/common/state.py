@@ -105,7 +105,7 @@ class LayerState:
         used: int,
         all_inside: bool | None = None,
     ) -> LayerState:
-        """Return what :meth:`at` does, for rows known to be right."""
+        """The same as :meth:`at`, of rows known to be right."""
         return LayerState(
             **self.tensors(), used=used, rows=rows, all_inside=all_inside
         )
