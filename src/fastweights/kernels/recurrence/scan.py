@@ -559,7 +559,7 @@ def scan_bwd_kernel(
         if PER_HEAD:
             b_do_in *= b_in
         b_do_in = b_do_in.to(output_grads.do.dtype.element_ty)  # [BT, BV]
-        b_y = tile.dot(b_k, b_dS_out, None, PRECISION, WIDE)  # [BT, BV]
+        b_w = tile.dot(b_k, b_dS_out, None, PRECISION, WIDE)  # [BT, BV]
         if not PER_CHANNEL:
             b_A = tile.dot(b_k, tl.trans(b_q), None, PRECISION, WIDE)
         else:
@@ -567,30 +567,29 @@ def scan_bwd_kernel(
             b_A = tl.trans(b_A)  # [BT, BT]
         b_do_A = b_do_in
         if PER_HEAD:
-            b_y *= tl.where(factorable, b_outer, b_out)
+            b_w *= tl.where(factorable, b_outer, b_out)
             if factorable == 0:
                 b_A *= gates.decay_matrix(decays.G, i_ch, BT, TRANSPOSED=True)
                 b_do_A = b_do.to(output_grads.do.dtype.element_ty)
         if not PER_CHANNEL:
             b_A = tl.where(tile.time_order(BT) <= 0, b_A, 0.0)
             b_A = b_A.to(b_do_in.dtype)
-        b_y = tile.dot(b_A, b_do_A, b_y, PRECISION, WIDE)  # [BT, BV]
+        b_w = tile.dot(b_A, b_do_A, b_w, PRECISION, WIDE)  # [BT, BV]
         if PER_HEAD:
-            b_y *= tl.where(factorable, b_out, 1.0)
+            b_w *= tl.where(factorable, b_out, 1.0)
+        b_dv = b_w  # [BT, BV]
         if decays.row_beta is not None:
             b_beta = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))[:, None]
         if DELTA:
             b_R = tile.load_chunk(t_R, tokens, c, i_hv, 0, SCORES)
-            b_w = b_y if ERASE else b_beta * b_y
-            b_w = b_w.to(b_do_in.dtype)  # [BT, BV]
-            b_y = tile.dot(tl.trans(b_R), b_w, b_y, PRECISION, WIDE)
+            b_step = (b_w if ERASE else b_beta * b_w).to(b_do_in.dtype)
+            b_y = tile.dot(tl.trans(b_R), b_step, b_w, PRECISION, WIDE)
             if SUMS_DBETA:
                 b_dbeta = tl.sum(b_u * b_y, axis=1)[:, None]  # [BT, 1]
                 tile.store_rows(grads.dbeta, b_dbeta, rows, i_v, PARTS)
-            if not ERASE:
-                b_y *= tile.nonzero(b_beta)
+            b_dv = b_y if ERASE else b_y * tile.nonzero(b_beta)
         if not MAP:
-            tile.store_rows(grads.dv, b_y, rows, i_v, VALUES)
+            tile.store_rows(grads.dv, b_dv, rows, i_v, VALUES)
 
         if PER_HEAD:
             b_dS *= b_outer * b_inner
@@ -599,14 +598,14 @@ def scan_bwd_kernel(
         b_qT = tl.trans(b_q)  # [BK, BT]
         b_dS = tl.dot(b_qT, b_do_in, b_dS, input_precision=PRECISION)
         if DELTA:
-            b_y = -b_y
+            b_dkS = -b_dv
             if PER_HEAD:
-                b_y *= b_in
+                b_dkS *= b_in
             if PER_CHANNEL or ERASE:
                 b_k = tile.load_chunk(t_k_in, tokens, c, i_r, 0, READ_KEYS)
             b_kT = tl.trans(b_k)  # [BK, BT]
-            b_y = b_y.to(b_do_in.dtype)
-            b_dS = tl.dot(b_kT, b_y, b_dS, input_precision=PRECISION)
+            b_dkS = b_dkS.to(b_do_in.dtype)
+            b_dS = tl.dot(b_kT, b_dkS, b_dS, input_precision=PRECISION)
         if GATED:
             b_dS *= b_outer
 
