@@ -438,12 +438,15 @@ def test_a_full_pool_has_requests_wait_in_turn():
     e, some = engine(size=2), prompts(*[5] * 7)
     requests = [e.add(prompt, 3) for prompt in some]
     assert [x.done for x in requests] == [False] * 7
+    assert [x.unread for x in requests] == [4] * 7
+    e.step()
+    assert [x.unread for x in requests] == [0] * 2 + [4] * 5
     ended = []
     while e.busy:
         assert len(e.running) + len(e.reading) <= 2
         e.step()
         ended += [x for x in requests if x.done and x not in ended]
-    assert ended == requests
+    assert ended == requests and not any(x.unread for x in requests)
 
 
 @pytest.mark.parametrize("steps", range(7))

@@ -66,7 +66,7 @@ def load_entries(x, rows, columns, W: tl.constexpr):
 
 @triton.jit
 def store_entries(x, b_x, rows, columns, W: tl.constexpr):
-    """The entries back to where :func:`load` would load them from."""
+    """The entries back to where :func:`load_entries` would load them from."""
     p_x, m_x = entries_at(x, rows, columns, W)
     tl.store(p_x, b_x, mask=m_x)
 

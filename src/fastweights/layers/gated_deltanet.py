@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fastweights.layers.common.convolution import HeadsConvolution
-from fastweights.layers.common.fused_step import fused_recurrence
+from fastweights.layers.common.fused_step import fused_layer_step
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     head_size,
@@ -143,7 +143,7 @@ class GatedDeltaNet(Layer):
         if self.b_bias is not None:
             return None
         modules = self.qkv_proj, self.ab_proj, self.g_proj
-        return fused_recurrence(
+        return fused_layer_step(
             x,
             norm,
             self,

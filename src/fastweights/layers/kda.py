@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fastweights.layers.common.convolution import HeadsConvolution
-from fastweights.layers.common.fused_step import fused_recurrence
+from fastweights.layers.common.fused_step import fused_layer_step
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     head_size,
@@ -128,6 +128,6 @@ class KimiDeltaAttention(Layer):
     ) -> Tokens | None:
         """x + layer(norm(x)), in few launches; see :class:`Layer`."""
         modules = self.qkv_proj, self.f_proj, self.b_proj, self.g_proj
-        return fused_recurrence(
+        return fused_layer_step(
             x, norm, self, KimiDeltaAttention, state, modules
         )

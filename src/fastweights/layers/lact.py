@@ -22,7 +22,7 @@ from fastweights.layers.common.rotary import rotary
 from fastweights.layers.common.state import (
     LayerState,
     Offsets,
-    field_of,
+    rows_of,
     token_positions,
 )
 from fastweights.layers.common.unpacked_rows import UnpackedRows
@@ -155,7 +155,7 @@ class LaCT(Layer):
             unpacked.spread(rotated(k)),
             unpacked.spread(v.unflatten(-1, heads)),
             self.window,
-            field_of(state, "window"),
+            rows_of(state, "window"),
             unpacked.position,
             unpacked.lengths,
         )
@@ -182,7 +182,7 @@ class LaCT(Layer):
             chunk_size=self.chunk_size,
             muon=self.muon,
             prenorm=self.prenorm,
-            initial_state=field_of(state, "S"),
+            initial_state=rows_of(state, "S"),
             position=unpacked.position,
             lengths=unpacked.lengths,
         )

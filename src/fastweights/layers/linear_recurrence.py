@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastweights.layers.common.convolution import HeadsConvolution
-from fastweights.layers.common.fused_step import fused_recurrence
+from fastweights.layers.common.fused_step import fused_layer_step
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     check_one_of,
@@ -165,6 +165,6 @@ class LinearRecurrence(Layer):
         if self.decay is not None and self.a_proj is None:
             return None
         modules = self.qkv_proj, self.a_proj, self.b_proj, self.g_proj
-        return fused_recurrence(
+        return fused_layer_step(
             x, norm, self, LinearRecurrence, state, modules
         )

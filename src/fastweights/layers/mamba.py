@@ -16,7 +16,7 @@ from fastweights.layers.common.parts import FactoryOptions, draw_dt_bias_
 from fastweights.layers.common.state import (
     LayerState,
     Offsets,
-    field_of,
+    rows_of,
     state_to_step,
 )
 from fastweights.ops.selective import MAX_N, selective_scan, selective_step
@@ -115,7 +115,7 @@ class Mamba(Layer):
             S = stepped.field("S")
             y = selective_step(*tensors, **gates, state=S, rows=stepped.rows)
         else:
-            first = field_of(state, "S")
+            first = rows_of(state, "S")
             y, S = selective_scan(
                 *tensors, **gates, initial_state=first, cu_seqlens=cu_seqlens
             )

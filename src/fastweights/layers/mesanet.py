@@ -15,7 +15,7 @@ from fastweights.layers.common.convolution import ShortConvolution
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import head_size
 from fastweights.layers.common.parts import FactoryOptions, OutputNorm
-from fastweights.layers.common.state import LayerState, Offsets, field_of
+from fastweights.layers.common.state import LayerState, Offsets, rows_of
 
 
 class MesaNet(Layer):
@@ -99,7 +99,7 @@ class MesaNet(Layer):
             b.sigmoid(),
             ridge.unflatten(0, (H, -1)),
             steps=self.steps,
-            initial_state=field_of(state, "S"),
+            initial_state=rows_of(state, "S"),
             cu_seqlens=cu_seqlens,
         )
         y = self.o_proj(self.norm(o))

@@ -17,7 +17,7 @@ from fastweights.layers.common.layer import CheckedModule, Layer, Tokens
 from fastweights.layers.common.layer_arguments import head_size, scaled
 from fastweights.layers.common.parts import FactoryOptions, OutputNorm
 from fastweights.layers.common.plain_modules import is_untouched, source_of
-from fastweights.layers.common.state import LayerState, Offsets, field_of
+from fastweights.layers.common.state import LayerState, Offsets, rows_of
 from fastweights.layers.common.unpacked_rows import UnpackedRows
 
 
@@ -171,7 +171,7 @@ class TitansMemory(Layer):
             g,
             *self.start(),
             chunk_size=self.chunk_size,
-            initial_state=field_of(state, "S"),
+            initial_state=rows_of(state, "S"),
             position=unpacked.position,
             lengths=unpacked.lengths,
         )

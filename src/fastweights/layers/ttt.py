@@ -16,7 +16,7 @@ from fastweights.layers.common.rotary import rotary
 from fastweights.layers.common.state import (
     LayerState,
     Offsets,
-    field_of,
+    rows_of,
     token_positions,
 )
 from fastweights.layers.common.unpacked_rows import UnpackedRows
@@ -143,7 +143,7 @@ class TTTLinear(Layer):
             self.start,
             (self.model_norm_weight, self.model_norm_bias),
             (1 / numbers + offset).clamp_min(0),
-            initial_state=field_of(state, "S"),
+            initial_state=rows_of(state, "S"),
             position=unpacked.position,
             lengths=unpacked.lengths,
         )

@@ -57,7 +57,7 @@ class Decoding:
         logits: [N, V], of the token after those prompts.
         sampling: how the rows' tokens are drawn.
         stop_tokens: tokens at which a row is done.
-        tokens: how many steps there will be at most.
+        max_steps: how many steps there will be at most.
     """
 
     token: Int[Tensor, " N"]
@@ -77,7 +77,7 @@ class Decoding:
         *,
         sampling: Sampling,
         stop_tokens: list[int],
-        tokens: int,
+        max_steps: int,
     ) -> None:
         device, N = logits.device, len(logits)
         self.model, self.states, self.sampling = model, states, sampling
@@ -89,7 +89,9 @@ class Decoding:
         )
         self.logits: Tensor | None = logits
         self.recording: Recording | None = None
-        if tokens >= MIN_RECORDED_STEPS and is_recordable(model, self.token):
+        if max_steps >= MIN_RECORDED_STEPS and is_recordable(
+            model, self.token
+        ):
             self.recording = Recording()
 
     def step(self) -> None:

@@ -33,13 +33,13 @@ class Recording:
     on it is recorded, and what it reads and writes stays where it is.
 
     Args:
-        tokens: of each row that a step reads.
+        tokens_per_row: that a step reads.
         memory: a handle of what other recordings use too, of which no two
             run at a time; None: it has its own.
     """
 
-    def __init__(self, tokens: int = 1, memory: Any = None) -> None:
-        self.tokens, self.memory = tokens, memory
+    def __init__(self, tokens_per_row: int = 1, memory: Any = None) -> None:
+        self.tokens_per_row, self.memory = tokens_per_row, memory
         self.graph: torch.cuda.CUDAGraph | None = None
         self.room, self.warm = 0, False
 
@@ -51,13 +51,13 @@ class Recording:
             self.warm = True
             return step(states)
         grows = [s for s in states if s is not None and s.keys is not None]
-        used = max((s.used for s in grows), default=0) + self.tokens
+        used = max((s.used for s in grows), default=0) + self.tokens_per_row
         if self.graph is None or (grows and used > self.room):
             self._record(step, states, used)
         assert self.graph is not None
         self.graph.replay()
         for state in grows:
-            state.used += self.tokens
+            state.used += self.tokens_per_row
         return states
 
     def _record(

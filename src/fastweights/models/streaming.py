@@ -76,7 +76,7 @@ def stream(
         logits,
         sampling=sampling,
         stop_tokens=stop_tokens,
-        tokens=max_new_tokens,
+        max_steps=max_new_tokens,
     )
     for step in range(max_new_tokens):
         decoding.step()

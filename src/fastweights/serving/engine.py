@@ -195,7 +195,7 @@ class Engine:
         pieces, room = [], self.prefill_tokens
         for request in self.reading:
             place = self.pool.tokens_read[request.row] % self.prefill_tokens
-            n = min(request.left, self.prefill_tokens - place)
+            n = min(request.unread, self.prefill_tokens - place)
             if self.invariant and n > room:
                 room = 0
             n = min(n, room)
@@ -211,7 +211,7 @@ class Engine:
             packs = [[x] for x in pieces] if self.invariant else [pieces]
             for pack in packs:
                 self._prefill_packed(pack)
-        for request in [x for x in self.reading if not x.left]:
+        for request in [x for x in self.reading if not x.unread]:
             self._start_steps(request)
 
     def _prefill_packed(self, pieces: list[tuple[Request, int]]) -> None:
@@ -223,7 +223,7 @@ class Engine:
             return
         for request in requests:
             read = self.pool.tokens_read[request.row]
-            if read % self.prefill_tokens == 0 or not request.left:
+            if read % self.prefill_tokens == 0 or not request.unread:
                 key = request.hasher.key(request.text, read)
                 self.prefixes.add(key, self.pool.keep(request.row))
 

@@ -54,10 +54,14 @@ class Request:
         return self.prompt + self.tokens
 
     @property
-    def left(self) -> int:
+    def unread(self) -> int:
         """Tokens that are still to be read before it takes part in steps."""
-        whole = len(self.prompt) + len(self.tokens)
-        return whole - 1 - self.engine.pool.tokens_read[self.row]
+        if self.done:
+            return 0
+        whole = len(self.prompt) + len(self.tokens) - 1
+        if self.row < 0:
+            return whole
+        return max(whole - self.engine.pool.tokens_read[self.row], 0)
 
     def fork(self, n: int, seed: int | None = None) -> list[Request]:
         """Make n requests with this one's prompt, options and tokens so far.

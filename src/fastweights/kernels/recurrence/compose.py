@@ -13,9 +13,9 @@ import triton.language as tl
 from fastweights.kernels import tile
 from fastweights.kernels.recurrence.segments import (
     border_of,
+    border_state_at,
     is_whole,
     segment_before,
-    state_passing,
 )
 
 
@@ -150,10 +150,10 @@ def compose_kernel(passing, call, META: tl.constexpr):
         else:
             i_to, i_from = i_M, i_to
             to_edge &= has_rest == 0
-        p_from, i_from = state_passing(
+        p_from, i_from = border_state_at(
             entering, borders, from_edge, i_n, i_from, i_hv, HV
         )
-        p_to, i_to = state_passing(
+        p_to, i_to = border_state_at(
             leaving, borders, to_edge, i_n, i_to, i_hv, HV
         )
         i_M = i_M * HV + i_hv
@@ -206,7 +206,7 @@ def arrive_kernel(passing, call, META: tl.constexpr):
             i_to = border_of(i_n, start, first - call.L, call, META)
         else:
             to_edge = start + (first + call.L).to(tl.int64) * BT >= end
-        p_to, i_to = state_passing(
+        p_to, i_to = border_state_at(
             leaving, borders, to_edge, i_n, i_to, i_hv, HV
         )
         i_n = i_n * HV + i_hv

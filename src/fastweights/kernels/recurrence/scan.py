@@ -17,11 +17,11 @@ from fastweights.kernels import tile
 from fastweights.kernels.recurrence import gates
 from fastweights.kernels.recurrence.segments import (
     border_of,
+    border_state_at,
     chunks_in_reach,
     is_whole,
     segment_at,
     segment_before,
-    state_passing,
 )
 
 # Which program it is: of segment or border i_x, and forward whether of M.
@@ -191,7 +191,7 @@ def store_leaving_state(
     if MAP:
         i_b = i_x * HV + i_hv
         is_last = chunks.stop == NT
-        p_S, i_S = state_passing(
+        p_S, i_S = border_state_at(
             state, states.border_states, is_last, chunks.i_n, i_x, i_hv, HV
         )
         has_state = chunks.is_composed & (is_map == 0)
@@ -262,7 +262,7 @@ def scan_fwd_kernel(
     i_v, i_x = tl.program_id(0) % (NV + NM), tl.program_id(0) // (NV + NM)
     i_hv, i_x = i_x % HV, i_x // HV
     i_h = i_hv // (HV // META.H)
-    i_r = i_hv if ERASE else i_h
+    i_read = i_hv if ERASE else i_h
     is_map = i_v >= NV  # a program of M
     program = Program(i_x, i_hv, i_v, is_map)
     chunks = chunks_of(
@@ -271,18 +271,18 @@ def scan_fwd_kernel(
     b_S = load_entering_state(states, chunks, program, call, MAP, META)
     b_decay = tl.full([BK, 1], 1.0, dtype=tl.float32)  # of a map's channels
 
-    tokens = (chunks.start, chunks.end)
-    t_v = tile.sequence_tiles(v, tokens, VALUES)
+    span = (chunks.start, chunks.end)
+    t_v = tile.sequence_tiles(v, span, VALUES)
     if not PER_CHANNEL or DELTA:
-        t_k_in = tile.sequence_tiles(qk.k_in, tokens, READ_KEYS)
+        t_k_in = tile.sequence_tiles(qk.k_in, span, READ_KEYS)
     if PER_CHANNEL or ERASE:
-        t_k_out = tile.sequence_tiles(qk.k_out, tokens, KEYS)
+        t_k_out = tile.sequence_tiles(qk.k_out, span, KEYS)
     if DELTA:
-        t_R = tile.sequence_tiles(scores.R, tokens, SCORES)
+        t_R = tile.sequence_tiles(scores.R, span, SCORES)
     if READS:
-        t_q_in = tile.sequence_tiles(qk.q_in, tokens, KEYS)
+        t_q_in = tile.sequence_tiles(qk.q_in, span, KEYS)
         if PER_CHANNEL:
-            t_Aqk = tile.sequence_tiles(scores.Aqk, tokens, SCORES)
+            t_Aqk = tile.sequence_tiles(scores.Aqk, span, SCORES)
     for i_t in range(chunks.first, chunks.stop):
         c = i_t * BT
         rows = (chunks.start + c, chunks.end, i_hv)
@@ -301,13 +301,13 @@ def scan_fwd_kernel(
                 decays, i_ch, v, META
             )
         b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
-        b_v = tile.load_chunk(t_v, tokens, c_v, i_hv, i_v, VALUES)
+        b_v = tile.load_chunk(t_v, span, c_v, i_hv, i_v, VALUES)
         if not PER_CHANNEL or DELTA:
-            b_k = tile.load_chunk(t_k_in, tokens, c, i_r, 0, READ_KEYS)
+            b_k = tile.load_chunk(t_k_in, span, c, i_read, 0, READ_KEYS)
 
         if READS and not PER_CHANNEL:
             # Before the errors, to free S_in's room.
-            b_q = tile.load_chunk(t_q_in, tokens, c, i_h, 0, KEYS)
+            b_q = tile.load_chunk(t_q_in, span, c, i_h, 0, KEYS)
             b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # q S
 
         if PER_HEAD and not DELTA:  # here its rows cost no registers
@@ -318,7 +318,7 @@ def scan_fwd_kernel(
         if decays.row_beta is not None:
             b_beta = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))[:, None]
         if DELTA:
-            b_R = tile.load_chunk(t_R, tokens, c, i_hv, 0, SCORES)
+            b_R = tile.load_chunk(t_R, span, c, i_hv, 0, SCORES)
             b_kS = tile.dot(b_k, b_S_in, None, PRECISION, WIDE)
         if KEEPS and not PER_CHANNEL:  # while that product runs
             tile.store_state(outputs.h, b_S_in, i_ch, i_v, True, META)
@@ -343,7 +343,7 @@ def scan_fwd_kernel(
             b_new *= b_out
         b_new = b_new.to(b_v.dtype)  # [BT, BV], from where the chunk is seen
         if PER_CHANNEL or ERASE:
-            b_k = tile.load_chunk(t_k_out, tokens, c, i_h, 0, KEYS)
+            b_k = tile.load_chunk(t_k_out, span, c, i_h, 0, KEYS)
         b_kT = tl.trans(b_k)  # [BK, BT]
         # S' = decay S + k^T v_new [BK, BV]
         b_S = tl.dot(b_kT, b_new, b_S, input_precision=PRECISION)
@@ -352,8 +352,8 @@ def scan_fwd_kernel(
             if not PER_CHANNEL:
                 b_A = tile.dot(b_q, b_kT, None, PRECISION, WIDE)
             else:
-                b_A = tile.load_chunk(t_Aqk, tokens, c, i_hv, 0, SCORES)
-                b_q = tile.load_chunk(t_q_in, tokens, c, i_h, 0, KEYS)
+                b_A = tile.load_chunk(t_Aqk, span, c, i_hv, 0, SCORES)
+                b_q = tile.load_chunk(t_q_in, span, c, i_h, 0, KEYS)
                 b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # q S
             b_scale = call.scale
             if PER_HEAD:
@@ -459,7 +459,7 @@ def store_leaving_grad(
     if MAP:
         before = chunks.first - call.L
         i_b = border_of(i_n, chunks.start, before, call, META)
-        p_dS, i_dS = state_passing(
+        p_dS, i_dS = border_state_at(
             dfirst, grads.border_grads, is_first, i_n, i_b, i_hv, HV
         )
         tile.store_state(p_dS, b_dS, i_dS, i_v, chunks.is_composed, META)
@@ -508,7 +508,7 @@ def scan_bwd_kernel(
     i_v, i_x = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_hv, i_x = i_x % HV, i_x // HV
     i_h = i_hv // (HV // META.H)
-    i_r = i_hv if ERASE else i_h
+    i_read = i_hv if ERASE else i_h
     program = Program(i_x, i_hv, i_v, None)
     chunks = chunks_back_of(
         program, grads.dinitial_state, decays.map_bound, call, MAP, META
@@ -517,18 +517,18 @@ def scan_bwd_kernel(
         output_grads.dstate, grads, chunks, program, call, MAP, META
     )
 
-    tokens = (chunks.start, chunks.end)
-    t_k_out = tile.sequence_tiles(qk.k_out, tokens, KEYS)
-    t_q_in = tile.sequence_tiles(qk.q_in, tokens, KEYS)
-    t_do = tile.sequence_tiles(output_grads.do, tokens, VALUES)
+    span = (chunks.start, chunks.end)
+    t_k_out = tile.sequence_tiles(qk.k_out, span, KEYS)
+    t_q_in = tile.sequence_tiles(qk.q_in, span, KEYS)
+    t_do = tile.sequence_tiles(output_grads.do, span, VALUES)
     if PER_CHANNEL:
-        t_Aqk = tile.sequence_tiles(scores.Aqk, tokens, SCORES)
+        t_Aqk = tile.sequence_tiles(scores.Aqk, span, SCORES)
     if DELTA and (PER_CHANNEL or ERASE):
-        t_k_in = tile.sequence_tiles(qk.k_in, tokens, READ_KEYS)
+        t_k_in = tile.sequence_tiles(qk.k_in, span, READ_KEYS)
     if DELTA:
-        t_R = tile.sequence_tiles(scores.R, tokens, SCORES)
+        t_R = tile.sequence_tiles(scores.R, span, SCORES)
     if SUMS_DBETA:
-        t_u = tile.sequence_tiles(u, tokens, VALUES)
+        t_u = tile.sequence_tiles(u, span, VALUES)
     for i in range(chunks.stop - chunks.first):
         i_t = chunks.stop - 1 - i
         c = i_t * BT
@@ -548,11 +548,11 @@ def scan_bwd_kernel(
                 decays, i_ch, output_grads.do, META
             )
 
-        b_k = tile.load_chunk(t_k_out, tokens, c, i_h, 0, KEYS)
-        b_q = tile.load_chunk(t_q_in, tokens, c, i_h, 0, KEYS)
-        b_do = tile.load_chunk(t_do, tokens, c, i_hv, i_v, VALUES)
+        b_k = tile.load_chunk(t_k_out, span, c, i_h, 0, KEYS)
+        b_q = tile.load_chunk(t_q_in, span, c, i_h, 0, KEYS)
+        b_do = tile.load_chunk(t_do, span, c, i_hv, i_v, VALUES)
         if SUMS_DBETA:
-            b_u = tile.load_chunk(t_u, tokens, c, i_hv, i_v, VALUES)
+            b_u = tile.load_chunk(t_u, span, c, i_hv, i_v, VALUES)
         b_do = call.scale * b_do.to(tl.float32)
 
         b_do_in = b_do
@@ -563,7 +563,7 @@ def scan_bwd_kernel(
         if not PER_CHANNEL:
             b_A = tile.dot(b_k, tl.trans(b_q), None, PRECISION, WIDE)
         else:
-            b_A = tile.load_chunk(t_Aqk, tokens, c, i_hv, 0, SCORES)
+            b_A = tile.load_chunk(t_Aqk, span, c, i_hv, 0, SCORES)
             b_A = tl.trans(b_A)  # [BT, BT]
         b_do_A = b_do_in
         if PER_HEAD:
@@ -581,7 +581,7 @@ def scan_bwd_kernel(
         if decays.row_beta is not None:
             b_beta = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))[:, None]
         if DELTA:
-            b_R = tile.load_chunk(t_R, tokens, c, i_hv, 0, SCORES)
+            b_R = tile.load_chunk(t_R, span, c, i_hv, 0, SCORES)
             b_step = (b_w if ERASE else b_beta * b_w).to(b_do_in.dtype)
             b_y = tile.dot(tl.trans(b_R), b_step, b_w, PRECISION, WIDE)
             if SUMS_DBETA:
@@ -602,7 +602,7 @@ def scan_bwd_kernel(
             if PER_HEAD:
                 b_dkS *= b_in
             if PER_CHANNEL or ERASE:
-                b_k = tile.load_chunk(t_k_in, tokens, c, i_r, 0, READ_KEYS)
+                b_k = tile.load_chunk(t_k_in, span, c, i_read, 0, READ_KEYS)
             b_kT = tl.trans(b_k)  # [BK, BT]
             b_dkS = b_dkS.to(b_do_in.dtype)
             b_dS = tl.dot(b_kT, b_dkS, b_dS, input_precision=PRECISION)

@@ -121,7 +121,7 @@ def chunks_in_reach(bounds, i_c, i_hv, first, stop, BACK: tl.constexpr, META):
 
 
 @triton.jit
-def state_passing(edge, borders, at_edge, i_n, i_b, i_hv, HV: tl.constexpr):
+def border_state_at(edge, borders, at_edge, i_n, i_b, i_hv, HV: tl.constexpr):
     """Where the state lies that passes border i_b, or sequence i_n's edge."""
     if edge is None:
         p_S, i_s = borders, i_b * HV + i_hv

@@ -15,7 +15,7 @@ from fastweights.layers.common.layer import CheckedModule
 from fastweights.layers.common.layer_arguments import check_one_of
 from fastweights.layers.common.parts import FactoryOptions
 from fastweights.layers.common.plain_modules import is_plain, source_of
-from fastweights.layers.common.state import LayerState, Offsets, field_of
+from fastweights.layers.common.state import LayerState, Offsets, rows_of
 from fastweights.ops.convolution import (
     check_pairs,
     convolve_heads,
@@ -178,7 +178,7 @@ PLAIN_HEADS = source_of(HeadsConvolution)
 
 def inputs_of(state: LayerState | None, x: Tensor) -> Inputs | None:
     """What a convolution has kept, if there is a state, in x's dtype."""
-    inputs = field_of(state, "convolution")
+    inputs = rows_of(state, "convolution")
     return None if inputs is None else inputs.to(cast_for_autocast(x)[0].dtype)
 
 

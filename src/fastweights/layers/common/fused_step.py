@@ -184,7 +184,7 @@ def norm_eps(norm: nn.RMSNorm, x: Tensor) -> float:
     return torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
 
 
-def fused_recurrence(
+def fused_layer_step(
     x: Tokens,
     norm: nn.RMSNorm,
     layer: Any,

@@ -269,7 +269,7 @@ def state_to_step(
     return state if x.shape[1] <= MAX_TOKENS else None
 
 
-def field_of(state: LayerState | None, name: str) -> Tensor | None:
+def rows_of(state: LayerState | None, name: str) -> Tensor | None:
     """The state's field of this name, None without a state."""
     return None if state is None else state.get(name)
 
@@ -306,7 +306,7 @@ def continue_recurrence(
             scale=scale,
         )
         return o, S
-    first = field_of(state, "S")
+    first = rows_of(state, "S")
     if first is not None:
         first = first.to(compute_dtype(q.dtype))
     return linear_recurrence(
@@ -334,7 +334,7 @@ def token_positions(
     The first of them is token ``start`` of its batch or pack.
     """
     position = torch.arange(start, start + T, device=device)[None]
-    read = field_of(state, "position")
+    read = rows_of(state, "position")
     if cu_seqlens is None:
         return position if read is None else position + read[:, None]
     sequence = sequence_ids(cu_seqlens - start, T)
