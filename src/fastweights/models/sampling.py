@@ -26,7 +26,7 @@ class Sampling:
         top_p: [N]; a draw is from the fewest tokens that have at least this
             probability together (Holtzman et al. 2020).
         seed: [N], of a row's noise.
-        num_drawn: [N], how many tokens a row has drawn.
+        num_drawn: [N], how many tokens each row has drawn.
         greedy: whether every temperature is 0.
         all_tokens: whether every top_p is 1.
     """

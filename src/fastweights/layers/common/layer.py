@@ -159,8 +159,12 @@ class Layer(CheckedModule):
         if state is not None:
             after = state_after_call(state, after)
             state.accepted = None
-        elif after is not None and not is_traced():
-            vars(self).setdefault("row_shapes", _row_shapes(after))
+        elif (
+            after is not None
+            and not is_traced()
+            and "row_shapes" not in vars(self)
+        ):
+            self.row_shapes = _row_shapes(after)
         return y, after
 
     def fused_step(
