@@ -72,16 +72,7 @@ def stages(
     stream of its own while the others wait.
     """
     on, start = chosen_device(device), time.perf_counter()
-    torch.manual_seed(trial.seed)
-    model = LanguageModel(trial.model_config, device=on)
-    step = TrainingStep(trial, model)
-    for i in range(1, trial.steps + 1):
-        found = step(i - 1)
-        if i % every == 0 or i == trial.steps:
-            yield
-            if progress is not None:
-                progress(i, *found.tolist())
-
+    model = yield from trained(trial, device, progress=progress, every=every)
     seen = [
         accuracy(model, task, trial.test_rows, VALIDATION + i)
         for i, task in enumerate(trial.train)
@@ -101,6 +92,26 @@ def stages(
         **machine(on),
         "seconds": time.perf_counter() - start,
     }
+
+
+def trained(
+    trial: Trial,
+    device: str = "auto",
+    *,
+    progress: Progress | None = None,
+    every: int = 20,
+) -> Generator[None, None, LanguageModel]:
+    """The model after its last step, with pauses as in :func:`stages`."""
+    torch.manual_seed(trial.seed)
+    model = LanguageModel(trial.model_config, device=chosen_device(device))
+    step = TrainingStep(trial, model)
+    for i in range(1, trial.steps + 1):
+        found = step(i - 1)
+        if i % every == 0 or i == trial.steps:
+            yield
+            if progress is not None:
+                progress(i, *found.tolist())
+    return model
 
 
 def a_stream(device: str) -> AbstractContextManager[Any]:
