@@ -1,6 +1,6 @@
 """What the four models of chapter 10's square write.
 
-    fastweights bench continuations --json h200_continuations.json
+    fastweights bench continued --json h200_continued.json
 
 trains linear attention, decay, DeltaNet and Gated DeltaNet at once, each in a
 process, as ``fastweights compare`` trains them with seed 0. Each then goes on

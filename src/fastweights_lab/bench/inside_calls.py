@@ -1,6 +1,6 @@
 """What an empty line does to a model's memories, in chapter 10's third race.
 
-    fastweights bench calls --json h200_calls_inside.json
+    fastweights bench calls --json h200_calls.json
 
 trains the race's DeltaNet and Gated DeltaNet (``fastweights experiments
 calls``) from five seeds, at the recorded learning rates, and reads test

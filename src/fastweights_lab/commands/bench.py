@@ -12,7 +12,7 @@ lesson      DeltaNet's forward in the six versions of chapter 15
 trained     the operators on what trained models give them; --peer fla:
             beside its own
 gates       where in a text the heads of a trained model forget
-continuations  what the four models of chapter 10's square write
+continued   what the four models of chapter 10's square write
 calls       what an empty line does inside chapter 10's third race
 generate    a token of a language model, and the first one
 speculate   a token where drafts are looked up, on source code
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Callable[..., Iterator[Row]], str | None]] = {
     "lesson": (lesson.rows, lesson.__doc__),
     "trained": (trained_inputs.rows, trained_inputs.__doc__),
     "gates": (gates_on_text.rows, gates_on_text.__doc__),
-    "continuations": (continuations.rows, continuations.__doc__),
+    "continued": (continuations.rows, continuations.__doc__),
     "calls": (inside_calls.rows, inside_calls.__doc__),
     "generate": (generate.rows, generate.__doc__),
     "speculate": (speculate.rows, speculate.__doc__),
