@@ -52,12 +52,12 @@ def rows() -> Iterator[Row]:
         yield row
 
 
-def stages(job: comparison.Job, _: str, **unused: Any) -> Stages:
+def stages(job: comparison.Job, device: str, **unused: Any) -> Stages:
     """A model, from its first step to what it writes."""
     torch.compiler.reset()
     yield
-    variant, seed, base = job
-    run = Training(comparison.settings_of(variant, seed, base))
+    variant, number, base = job
+    run = Training(comparison.settings_of(variant, number, base))
     for _ in range(run.settings.steps):
         run.step()
     # A copy, since to compile a step that writes takes longer than to write.
@@ -69,7 +69,7 @@ def stages(job: comparison.Job, _: str, **unused: Any) -> Stages:
     tested = corpus.Stream.of(half, run.tokenizer)
     return {
         "variant": variant,
-        "seed": seed,
+        "seed": number,
         "lr": run.settings.lr,
         "bits per byte": run.evaluate(tested)["bits per byte"],
         "continued": [continued(run, *place) for place in PLACES],
@@ -88,17 +88,14 @@ def continued(run: Training, file: int, line: str) -> dict[str, Any]:
     dice = torch.Generator(run.device).manual_seed(run.settings.seed)
     with run.autocast():
         losses = run.model.token_losses(whole[:, :-1], whole[:, 1:])[0]
-        drawn, likeliest = (
-            run.model.generate(prompt, NEW, **options)[0]
-            for options in (
-                {
-                    "temperature": TEMPERATURE,
-                    "top_p": TOP_P,
-                    "generator": dice,
-                },
-                {},
-            )
+        (drawn,) = run.model.generate(
+            prompt,
+            NEW,
+            temperature=TEMPERATURE,
+            top_p=TOP_P,
+            generator=dice,
         )
+        (likeliest,) = run.model.generate(prompt, NEW)
     bits = losses[-len(true) :].double() / math.log(2)
     return {
         "file": file,

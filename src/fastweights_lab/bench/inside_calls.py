@@ -63,11 +63,12 @@ def rows() -> Iterator[Row]:
 
 def stages(trial: Trial, device: str, **unused: Any) -> Stages:
     """A model before its first step and after its last one."""
-    task = trial.tests[TEST]
+    task: Any = trial.tests[TEST]
     batch = task.batch(ROWS, seed=2**31, device=DEVICE)
-    at = Places(batch.tokens, task)
+    at, on = Places(batch.tokens, task), torch.device(DEVICE)
     torch.manual_seed(trial.seed)
-    new = heads(LanguageModel(trial.model_config, device=DEVICE), batch, at)
+    untrained = LanguageModel(trial.model_config, device=on)
+    new = heads(untrained, batch, at)
     model = yield from trained(trial, device)
     of = {"variant": trial.variant, "seed": trial.seed}
     found: list[Row] = [
@@ -173,7 +174,7 @@ def without_writes(
     ``left out``: of the empty lines, in one head or in all, and there of
     more tokens behind them.
     """
-    layers = [block.layer for block in model.blocks]
+    layers: list[Any] = [block.layer for block in model.blocks]
     H = layers[0].b_proj.out_features
     every = [(i, h) for i in range(len(layers)) for h in range(H)]
     cases = {f"layer {i}, head {h}": ([(i, h)], 1) for i, h in every}
@@ -198,7 +199,8 @@ def accuracy(
     hooks = []
     if end is not None:
         off = torch.stack([end.roll(i) for i in range(tokens)]).any(0)
-        for i, block in enumerate(model.blocks):
+        layers: list[Any] = [block.layer for block in model.blocks]
+        for i, of in enumerate(layers):
             some = [h for layer, h in which if layer == i]
 
             def refuse(_: Any, __: Any, out: Tensor, some=some) -> Tensor:
@@ -207,7 +209,7 @@ def accuracy(
                     out[:, off, head] = -1e4  # beta is its sigmoid
                 return out
 
-            hooks.append(block.layer.b_proj.register_forward_hook(refuse))
+            hooks.append(of.b_proj.register_forward_hook(refuse))
     try:
         logits, targets, groups = answers(model, batch)
     finally:
