@@ -26,15 +26,15 @@ def num_sequences(x: Tensor, cu_seqlens: Offsets | None) -> int:
     return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
-def first_states(
+def copy_states(
     x: Tensor,
     shape: Sequence[int],
-    initial_state: Tensor | None,
+    states: Tensor | None,
     cu_seqlens: Offsets | None,
 ) -> Tensor:
-    """A copy of the initial states; zeros of ``shape`` each if None."""
-    if initial_state is not None:
-        return initial_state.clone(memory_format=torch.contiguous_format)
+    """Copy the states of x's sequences; zeros of ``shape`` each if None."""
+    if states is not None:
+        return states.clone(memory_format=torch.contiguous_format)
     N, dtype = num_sequences(x, cu_seqlens), compute_dtype(x.dtype)
     return x.new_zeros(N, *shape, dtype=dtype)
 

@@ -52,7 +52,7 @@ def compile_decode(
         "tokens": (x, x, x, g, beta),
         "erase": (x, "i32") if erase else None,
         "pool": (f"*{state}", offsets, offsets if T > 1 else None),
-        "logits": (wide, wide) if layer else None,
+        "decay_parameters": (wide, wide) if layer else None,
         "strides": ("i32",) * 5,
         "scale": "fp32",
         "T": 1 if T == 1 else "i32",

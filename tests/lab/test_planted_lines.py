@@ -47,8 +47,8 @@ class Copier(nn.Module):
         super().__init__()
         self.embedding = SimpleNamespace(weight=torch.zeros(1))
 
-    def hidden(self, tokens, last):
-        assert last
+    def hidden(self, tokens, return_states):
+        assert not return_states
         said = torch.full((*tokens.shape, 257), -30.0)
         said[..., ord("0") : ord("9") + 1] = 0.0
         for row, out in zip(tokens.tolist(), said, strict=True):
@@ -67,8 +67,8 @@ def test_who_remembers_finds_it_and_who_does_not_guesses():
     assert found["distance"] == 20 and found["right"] == 1.0
     assert found["bits"] < 1e-6 < 10 < found["bits without"]
     forgets = Copier()
-    forgets.hidden = lambda x, last: (
-        Copier().hidden(x[:, BEFORE + 13 :], last)[0],
+    forgets.hidden = lambda x, return_states: (
+        Copier().hidden(x[:, BEFORE + 13 :], return_states)[0],
         [],
     )
     found = recalled(forgets, STREAM, 20, 40)

@@ -108,7 +108,7 @@ def test_gradients_graphs_and_autocast_are_the_modules_matter():
         assert not fused_step.fits_fused_step(x.expand(1, 2, 32))
         assert not fused_step.fits_fused_step(x.expand(2, 1, 32))
         assert not fused_step.fits_fused_step(
-            x.expand(fused_step.MAX_ROWS + 1, 1, 32)
+            x.expand(fused_step.MAX_FUSED_SEQUENCES + 1, 1, 32)
         )
         with torch.autocast("cpu", torch.float16):
             assert not fused_step.fits_fused_step(x)

@@ -299,7 +299,7 @@ def test_copies_that_do_not_fit():
     with pytest.raises(ValueError, match=r"need \[1, 2"):
         state.copy_(after("gated-deltanet", 2, 5)[1], torch.tensor([0]))
     with pytest.raises(ValueError, match="need position"):
-        LayerState(S=torch.zeros(1)).get("position")
+        LayerState(S=torch.zeros(1)).batch_rows("position")
 
 
 def test_an_empty_state_is_a_start():

@@ -17,6 +17,13 @@ def model(pattern):
     return model_cases.model(pattern, **SIZES).double()
 
 
+@torch.no_grad()
+def logits_of(m, pool, rows, lengths, tokens, *offsets):
+    """The logits of a call in which rows of the pool read tokens."""
+    with pool.reading(rows, lengths) as states:
+        return m(tokens, states, *offsets)[0]
+
+
 NARROW = [  # of the library's own layers: the laboratory adds some
     name
     for name, layer in LAYERS.items()
@@ -35,7 +42,7 @@ def test_states_in_bf16(kind):
         row = pool.acquire()
         with torch.no_grad():
             for part in text.split([20, 3, 4]):
-                logits, _ = m(part[None], pool.at([row], len(part)))
+                logits = logits_of(m, pool, [row], len(part), part[None])
         found.append(logits)
     wide, narrow = (pool.states[0].S for pool in pools)
     assert narrow.dtype == torch.bfloat16 and 2 * narrow.nbytes == wide.nbytes
@@ -99,13 +106,10 @@ def test_fifty_requests_through_one_pool(pattern):
                 new = [waiting.pop() for _ in range(coming)]
                 rows = [pool.acquire() for _ in new]
                 sizes = [len(prompt) for prompt, _ in new]
-                states = pool.at(rows, max(sizes))
-                if coming == 1:
-                    logits, _ = m(new[0][0][None], states)
-                else:
-                    packed = torch.cat([prompt for prompt, _ in new])[None]
-                    offsets = torch.tensor([0, *sizes]).cumsum(0)
-                    logits, _ = m(packed, states, offsets)
+                packed = torch.cat([prompt for prompt, _ in new])[None]
+                offsets = torch.tensor([0, *sizes]).cumsum(0)
+                offsets = None if coming == 1 else offsets
+                logits = logits_of(m, pool, rows, max(sizes), packed, offsets)
                 ends = torch.tensor(sizes).cumsum(0) - 1
                 for row, (prompt, rest), end in zip(
                     rows, new, ends, strict=True
@@ -125,7 +129,7 @@ def test_fifty_requests_through_one_pool(pattern):
                 no_row = draw.randint(0, len(rows))
                 batch.insert(no_row, batch[0])
                 at = [*rows[:no_row], -1, *rows[no_row:]]
-                logits, _ = m(torch.stack(batch), pool.at(at, n))
+                logits = logits_of(m, pool, at, n, torch.stack(batch))
                 for r, y in zip(at, logits, strict=True):
                     if r >= 0:
                         running[r][2].append(y)
@@ -153,7 +157,7 @@ def drawn(*shape):
 @torch.no_grad()
 def goes_on(m, pool, row, prompt, new):
     """Whether the row answers to new tokens as its prompt alone does."""
-    logits, _ = m(new[None], pool.at([row], len(new)))
+    logits = logits_of(m, pool, [row], len(new), new[None])
     return (logits[0] - alone(m, prompt, new)[1:]).abs().max() < 1e-10
 
 
@@ -166,23 +170,23 @@ def test_a_row_that_decodes_beside_prompts(told):
     m, text = model(HYBRID), drawn(40)
     pool = StatePool(m, size=2, capacity=10)
     a = pool.acquire()
-    m(text[None, :5], pool.at([a], 5))
+    logits_of(m, pool, [a], 5, text[None, :5])
     offsets = torch.tensor([0, 1, 6])
     for n in range(5, 10):
         b, packed = pool.acquire(), torch.cat([text[n : n + 1], text[:5]])
         if isinstance(told, int) and n > 6:
             # Of a row with 7 tokens, 5 more than there is room for.
             with pytest.raises(ValueError, match=f"got 5 for row {a}, which"):
-                pool.at([a, b], told)
+                pool.reading([a, b], told)
             assert pool.tokens_read[a] == n and pool.tokens_read[b] == 0
         each = [1, 5] if isinstance(told, int) else told
-        logits, _ = m(packed[None], pool.at([a, b], each), offsets)
+        logits = logits_of(m, pool, [a, b], each, packed[None], offsets)
         ref = m(text[None, : n + 1])[0]
         assert (logits[0, 0] - ref[0, n]).abs().max() < 1e-10
         assert (logits[0, 1:] - ref[0, :5]).abs().max() < 1e-10
         pool.release(b)
     with pytest.raises(ValueError, match="which has read 10, need at most 10"):
-        pool.at([a], 1)
+        pool.reading([a], 1)
 
 
 @torch.no_grad()
@@ -192,13 +196,13 @@ def test_the_most_of_a_call_is_taken_for_each_row_until_there_is_no_room():
     a, offsets = pool.acquire(), torch.tensor([0, 1, 5])
     for n in range(7):
         b, packed = pool.acquire(), torch.cat([text[n : n + 1], text[:4]])
-        logits, _ = m(packed[None], pool.at([a, b], 4), offsets)
+        logits = logits_of(m, pool, [a, b], 4, packed[None], offsets)
         ref = m(text[None, : n + 1])[0][0, n]
         assert (logits[0, 0] - ref).abs().max() < 1e-10
         pool.release(b)
-    states = pool.at([a], 3)
-    _, states = m(text[None, 7:9], states)
-    assert m(text[None, 9:10], states)[0].shape == (1, 1, 31)
+    with pool.reading([a], 3) as states:
+        _, states = m(text[None, 7:9], states)
+        assert m(text[None, 9:10], states)[0].shape == (1, 1, 31)
 
 
 @torch.no_grad()
@@ -207,11 +211,11 @@ def test_calls_with_more_tokens_than_was_said():
     m, (text, new) = model(HYBRID), drawn(2, 9)
     pool = StatePool(m, size=1, capacity=20)
     row = pool.acquire()
-    m(text[None, :6], pool.at([row], 2))
+    logits_of(m, pool, [row], 2, text[None, :6])
     assert goes_on(m, pool, row, text[:6], text[6:])
-    states = pool.at([row], 1)
-    for token in new[:3]:
-        m(token[None, None], states)
+    with pool.reading([row], 1) as states:
+        for token in new[:3]:
+            m(token[None, None], states)
     prompt = torch.cat([text, new[:3]])
     assert goes_on(m, pool, row, prompt, new[3:])
 
@@ -221,10 +225,10 @@ def test_a_call_without_any_row_beside_a_full_one():
     m, text = model(HYBRID), drawn(8)
     pool = StatePool(m, size=1, capacity=8)
     row = pool.acquire()
-    m(text[None], pool.at([row], 8))
+    logits_of(m, pool, [row], 8, text[None])
     before = [state.clone() for state in pool.states]
-    m(text[None, :2], pool.at([-1], 2))
-    m(text[None, :3], pool.at([-1, -1], 2), torch.tensor([0, 2, 3]))
+    logits_of(m, pool, [-1], 2, text[None, :2])
+    logits_of(m, pool, [-1, -1], 2, text[None, :3], torch.tensor([0, 2, 3]))
     for state, was in zip(pool.states, before, strict=True):
         for name, x in was.tensors().items():
             assert torch.equal(state.tensors()[name], x)
@@ -253,9 +257,9 @@ def test_made_in_one_mode_and_used_in_another(made, used):
     ]
     assert kinds == [{k: x.dtype for k, x in of.items()} for of in plain]
     with used():
-        m(text[None, :9], pool.at([row], 9))
-        m(text[None, 9:12], pool.at([row], 3))
-    logits, _ = m(text[None, 12:15], pool.at([row], 3))
+        logits_of(m, pool, [row], 9, text[None, :9])
+        logits_of(m, pool, [row], 3, text[None, 9:12])
+    logits = logits_of(m, pool, [row], 3, text[None, 12:15])
     ref = m(text[None, :15])[0][:, 12:]
     assert (logits - ref).norm() < 0.05 * ref.norm()
     assert kinds == [
@@ -269,13 +273,13 @@ def test_what_a_pool_refuses():
     first = pool.acquire()
     for rows in ([1 - first], torch.tensor([1 - first])):
         with pytest.raises(ValueError, match="need one that is taken"):
-            pool.at(rows, 1)
+            pool.reading(rows, 1)
     second = pool.acquire()
     with pytest.raises(RuntimeError, match="more than its 2 rows"):
         pool.acquire()
     for rows in ([first, first], torch.tensor([first, first])):
         with pytest.raises(ValueError, match="each row once"):
-            pool.at(rows, 1)
+            pool.reading(rows, 1)
     with pytest.raises(ValueError, match=r"row: got \[7\], need rows of"):
         pool.release(7)
     pool.release(second)
@@ -284,29 +288,29 @@ def test_what_a_pool_refuses():
 
 
 @pytest.mark.parametrize(
-    ("refused", "kind", "message"),
+    "rows, tokens, kind, message",
     [
-        (lambda p: p.at(None, 1), TypeError, "rows: got NoneType, need a l"),
-        (lambda p: p.at(torch.tensor(0), 1), TypeError, "rows: got Tensor"),
-        (lambda p: p.at([0], None), TypeError, "tokens: got NoneType, need"),
-        (lambda p: p.at([], 1), ValueError, r"rows: got \[\], need rows"),
-        (lambda p: p.at([0, 2], 1), ValueError, r"rows: got \[0, 2\], need"),
-        (lambda p: p.at([0, -2], 1), ValueError, r"rows: got \[0, -2\]"),
-        (lambda p: p.at([0.0], 1), TypeError, "rows: got float, need an int"),
-        (lambda p: p.at([True], 1), TypeError, "rows: got bool, need an int"),
-        (lambda p: p.at([0], 0), ValueError, "tokens: got 0, need an integ"),
-        (lambda p: p.at([0], -1), ValueError, "tokens: got -1, need an int"),
-        (lambda p: p.at([0], 1.5), TypeError, "tokens: got float, need an"),
-        (lambda p: p.at([0], [1, 2]), ValueError, r"tokens: got \[1, 2\], n"),
-        (lambda p: p.at([0], [-1]), ValueError, r"tokens: got \[-1\], need"),
-        (lambda p: p.at([5], 1), ValueError, r"rows: got \[5\], need rows"),
+        (None, 1, TypeError, "rows: got NoneType, need a l"),
+        (torch.tensor(0), 1, TypeError, "rows: got Tensor"),
+        ([0], None, TypeError, "tokens: got NoneType, need"),
+        ([], 1, ValueError, r"rows: got \[\], need rows"),
+        ([0, 2], 1, ValueError, r"rows: got \[0, 2\], need"),
+        ([0, -2], 1, ValueError, r"rows: got \[0, -2\]"),
+        ([0.0], 1, TypeError, "rows: got float, need an int"),
+        ([True], 1, TypeError, "rows: got bool, need an int"),
+        ([0], 0, ValueError, "tokens: got 0, need an integ"),
+        ([0], -1, ValueError, "tokens: got -1, need an int"),
+        ([0], 1.5, TypeError, "tokens: got float, need an"),
+        ([0], [1, 2], ValueError, r"tokens: got \[1, 2\], n"),
+        ([0], [-1], ValueError, r"tokens: got \[-1\], need"),
+        ([5], 1, ValueError, r"rows: got \[5\], need rows"),
     ],
 )
-def test_rows_and_tokens_that_cannot_be_meant(refused, kind, message):
+def test_rows_and_tokens_that_cannot_be_meant(rows, tokens, kind, message):
     pool = StatePool(model(("gated_deltanet",)), size=2, capacity=8)
     pool.free = {}
     with pytest.raises(kind, match=f"^{message}"):
-        refused(pool)
+        pool.reading(rows, tokens)
 
 
 @pytest.mark.parametrize("size, capacity", [(0, 8), (2.0, 8), (2, -7)])
@@ -323,14 +327,15 @@ def test_a_full_row_is_named_and_gradients_are_refused():
     row = pool.acquire()
     tokens = torch.zeros(1, 2, dtype=torch.int64)
     with torch.no_grad():
-        m(tokens, pool.at([row], 2))
+        logits_of(m, pool, [row], 2, tokens)
         for _ in range(2):
             with pytest.raises(ValueError, match="got 3 for row 0, which ha"):
-                pool.at([row], 3)
-        states = pool.at([row], 2)
+                pool.reading([row], 3)
         with pytest.raises(ValueError, match="room for 4 tokens per row, ne"):
-            m(tokens[:, :1].expand(1, 3), states)
-        m(tokens, states)
+            logits_of(m, pool, [row], 2, tokens[:, :1].expand(1, 3))
+        assert pool.tokens_read == [2]
+        with pool.reading([row], 2) as states:
+            m(tokens, states)
     with pytest.raises(ValueError, match=r"need torch\.no_grad"):
         m(tokens, states)
 
@@ -350,7 +355,8 @@ def test_a_rows_ways_cost_the_same_in_any_pool():
 
         pool.free = Counted(pool.free)
         row = pool.acquire()
-        pool.at([row], 1)
+        with pool.reading([row], 1):
+            pass
         pool.release(row)
         return seen
 

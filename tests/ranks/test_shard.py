@@ -57,7 +57,7 @@ def test_what_enters_a_rank_is_what_its_sequence_had_before():
             if enters:
                 assert state == list(range(offsets[n], start))
             # The map: all before the sequence that leaves, then its tokens.
-            zero, a, b = s.map_offsets().tolist()
+            zero, a, b = s.offsets_for_map().tolist()
             n, leaves = s.outgoing.item(), s.sends.item()
             assert zero == 0 and a <= b <= end - start
             added = list(range(start + a, start + b))

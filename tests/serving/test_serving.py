@@ -3,15 +3,14 @@
 import functools
 import gc
 import random
-import threading
 import tracemalloc
 
 import pytest
 import torch
 from support import model_cases
 
+from fastweights.models import StatePool
 from fastweights.models.sampling import Sampling
-from fastweights.ops.backends import record_run
 from fastweights.serving import Engine, batch
 from fastweights.serving.engine import STEPS_PER_PREFILL
 from fastweights.serving.prefixes import Hasher, Prefixes
@@ -111,7 +110,7 @@ def test_any_order_of_arrival_gives_the_tokens_of_each_alone(
         for i, request in made.items():
             assert request.tokens == ref[i] == found.get(request, [])
             full = len(ref[i]) == 9
-            assert request.reason == ("length" if full else "stop")
+            assert request.finish_reason == ("length" if full else "stop")
 
 
 def state_after(m, drawn, *, company, invariant):
@@ -189,17 +188,26 @@ class Python:
         return step(states)
 
 
-@pytest.mark.parametrize("own", ["triton", "torch"])
-def test_what_other_threads_run_decides_no_recording(own, monkeypatch):
-    def hidden(tokens):
-        other = threading.Thread(target=record_run, args=["loop forward"])
-        other.start()
-        other.join()
-        record_run(f"{own} forward")
+@pytest.mark.parametrize(
+    "pattern, widest, recorded",
+    [
+        (("gated_deltanet",), 256, True),
+        (("gated_deltanet", "mamba2"), 256, True),
+        (("gated_deltanet",), 4, False),
+        (HYBRID, 256, False),
+    ],
+)
+def test_what_kernels_read_is_recorded(pattern, widest, recorded, monkeypatch):
+    """Where the operator would run them: of these K, if they are all."""
 
-    m = model(("gated_deltanet",))
-    monkeypatch.setattr(m, "hidden", hidden)
-    assert batch.prefills_by_kernels(m) == (own == "triton")
+    def chosen(backend, q):
+        assert backend == "auto"
+        return "triton" if q.shape[-1] <= widest else "torch"
+
+    monkeypatch.setattr(batch, "recurrence_backend", chosen)
+    m = model(pattern)
+    pool = StatePool(m, 1, 16)
+    assert batch.prefills_by_kernels(m, pool) == recorded
 
 
 @pytest.mark.parametrize("pattern", [("gated_deltanet",), ("mamba2",)])
@@ -288,11 +296,10 @@ def test_forks_share_what_was_read(steps):
     run(e)
     assert sum(map(sum, sizes)) == 18
     for i, fork in enumerate(forks):
-        own = alone(
-            m, fork.text[: 19 + at], 9 - at, 1.0, seed=11 + i, drawn=at
-        )
+        text = fork.all_tokens[: 19 + at]
+        own = alone(m, text, 9 - at, 1.0, seed=11 + i, drawn=at)
         assert fork.tokens == request.tokens[:at] + own
-        assert fork.reason == "length"
+        assert fork.finish_reason == "length"
 
 
 def test_a_fork_of_what_was_stopped_goes_on_by_itself():
@@ -306,7 +313,8 @@ def test_a_fork_of_what_was_stopped_goes_on_by_itself():
     assert not fork.done
     run(e)
     for x in (request, fork):
-        assert x.reason == "stop" and x.tokens == first[: first.index(end)]
+        assert x.finish_reason == "stop"
+        assert x.tokens == first[: first.index(end)]
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
@@ -460,7 +468,9 @@ def test_a_request_is_cancelled_at_any_time(steps):
     requests[0].cancel()
     run(e)
     assert requests[0].tokens == had
-    assert requests[0].reason == ("length" if len(had) == 4 else "cancelled")
+    assert requests[0].finish_reason == (
+        "length" if len(had) == 4 else "cancelled"
+    )
     others = zip(requests[1:], prompts(20, 3, 11)[1:], strict=True)
     for request, prompt in others:
         assert request.tokens == alone(m, prompt, 4)
@@ -510,7 +520,7 @@ def test_logits_that_are_not_finite_end_their_request_alone():
     e = engine(m, size=2)
     requests = [e.add(x, 6) for x in some]
     run(e)
-    assert requests[1].reason == "not finite" and not requests[1].tokens
+    assert requests[1].finish_reason == "not finite" and not requests[1].tokens
     for i in (0, 2):
         n = ref[i].index(bad) + 1 if bad in ref[i] else 6
         assert requests[i].tokens == ref[i][:n]
@@ -545,7 +555,7 @@ def test_a_model_whose_states_stay_takes_any_length():
     request = e.add(torch.arange(20), 12)
     run(e)
     assert len(request.tokens) == 12
-    assert e.add(torch.arange(3), 0).reason == "length" and not e.busy
+    assert e.add(torch.arange(3), 0).finish_reason == "length" and not e.busy
 
 
 def tensor_bytes():
@@ -591,9 +601,9 @@ def test_thousands_of_requests_and_steps_in_any_order(steps):
                 request.seed,
                 shared,
             )
-            if request.reason == "cancelled":
+            if request.finish_reason == "cancelled":
                 ref = ref[: len(tokens) - shared]
-            elif request.reason == "length":
+            elif request.finish_reason == "length":
                 assert len(tokens) == 10
             assert came.pop(request) == tokens == tokens[:shared] + ref
 

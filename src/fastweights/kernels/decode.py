@@ -42,7 +42,7 @@ class DecodeMeta(NamedTuple):
     GATE_WIDTH: int  # 0, 1 or K
     FIXED: bool  # whether all tokens have the same g
     NORM: bool  # whether q and k are brought to unit length
-    LOWER_BOUND: float | None  # of g that logits make
+    LOWER_BOUND: float | None  # of g, with decay_parameters
     MAX_BETA: float  # of a sigmoid, 0 where beta comes as it is
     AHEAD: bool  # whether the kernel before has not written to the state
     EARLY: bool  # whether the kernel starts before the one before is done
@@ -52,16 +52,26 @@ class DecodeMeta(NamedTuple):
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["T"])
 def decode_kernel(
-    tokens, erase, o, pool, logits, strides, scale, T, N, META: tl.constexpr
+    tokens,
+    erase,
+    o,
+    pool,
+    decay_parameters,
+    strides,
+    scale,
+    T,
+    N,
+    META: tl.constexpr,
 ):
     """T tokens of one value tile of one head, its state in registers.
 
     ``pool`` is (state, rows, accepted): sequence i_b has row rows[i_b] of the
     N states, or i_b if rows is None, and of its tokens the state takes in the
     first accepted[i_b], or all.
-    ``strides`` lie between the ``tokens``, q, k, v, g and beta. A layer's
-    step makes g of ``logits``, (A_log, dt_bias). ``erase`` is the key
-    [B, T, HV, K] that reads in place of k, and its stride.
+    ``strides`` lie between the ``tokens``, q, k, v, g and beta. With
+    ``decay_parameters``, (A_log, dt_bias), the log decay is made of g here.
+    ``erase`` is the key [B, T, HV, K] that reads in place of k, and its
+    stride.
 
     No tl.dot: the time goes where the state's bytes go, and the sums stay
     in fp32. T = 1, which Triton makes a constant of, compiles without the
@@ -95,8 +105,8 @@ def decode_kernel(
         m_S = mask_if(is_there, m_S)
     b_S = tl.load(state + o_S, mask=m_S, other=0.0)  # [BK, BV]
     b_S = b_S.to(tl.float32)
-    if logits is not None:
-        A_log, dt_bias = logits
+    if decay_parameters is not None:
+        A_log, dt_bias = decay_parameters
         b_rate = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
         if META.GATE_WIDTH == 1:
             b_bias = tl.load(dt_bias + i_hv).to(tl.float32)
@@ -127,7 +137,7 @@ def decode_kernel(
         b_new = b_new.to(tl.float32)
         if META.GATE_WIDTH > 0:
             b_g = b_g.to(tl.float32)
-        if logits is not None:
+        if decay_parameters is not None:
             b_g += b_bias
             if META.LOWER_BOUND is None:
                 b_g = -b_rate * softplus(b_g)
@@ -198,7 +208,7 @@ def decode(
     erase: Tensor | None = None,
     accepted: Tensor | None = None,
     normalize: bool = False,
-    logits: tuple[Tensor, Tensor] | None = None,
+    decay_parameters: tuple[Tensor, Tensor] | None = None,
     lower_bound: float | None = None,
     max_beta: float = 0.0,
     ahead: bool = False,
@@ -206,11 +216,12 @@ def decode(
     """o in v's dtype; ``state`` is updated in place, contiguous or not.
 
     Arguments are those of :func:`fastweights.decode_step`, checked there.
-    The others are a layer's: ``normalize`` brings q and k to unit length, with
-    ``logits`` (A_log [HV], dt_bias [HV] or [HV K]) g is what
-    :class:`fastweights.layers.Decay` with this ``lower_bound`` takes, and
-    ``max_beta`` times the sigmoid of beta is the strength, and ``ahead``
-    says that the kernel launched before has not written to the state.
+    The others are a layer's: ``normalize`` brings q and k to unit length. With
+    ``decay_parameters`` (A_log [HV], dt_bias [HV] or [HV K]) g is what
+    :class:`fastweights.layers.Decay` with this ``lower_bound`` takes. The
+    strength is ``max_beta`` times the sigmoid of beta, unless that is 0.
+    ``ahead`` says that the kernel launched before has not written to the
+    state.
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -245,7 +256,7 @@ def decode(
             None if erase is None else (erase, _token_stride(erase)),
             o,
             (S, rows, accepted),
-            logits,
+            decay_parameters,
             tuple([_token_stride(x) for x in (q, k, v, g, beta)]),
             scale,
             T,

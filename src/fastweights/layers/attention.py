@@ -239,7 +239,7 @@ def attend(
     after = append_keys(k, v, state, place, unpacked)
     if o is not None:
         return o, after
-    keys, values = after.field("keys"), after.field("values")
+    keys, values = after.tensor("keys"), after.tensor("values")
     if not is_recorded(q):  # else the room for all tokens that may come
         keys, values = keys[:, : after.used], values[:, : after.used]
     if state.rows is not None:
@@ -276,11 +276,11 @@ def append_keys(
         # Each token is a row of its own, and of none after the last sequence.
         if rows is None:
             rows = torch.arange(len(position), device=k.device)
-        inside = (rows >= 0) & (rows < len(state.field("position")))
+        inside = (rows >= 0) & (rows < len(state.tensor("position")))
         used = int(position.where(inside, 0).max())
         rows = F.pad(rows, (0, 1), value=-1)[unpacked.row]
         k, v, place = k[0][:, None], v[0][:, None], place[0][:, None]
-    keys, values = state.field("keys"), state.field("values")
+    keys, values = state.tensor("keys"), state.tensor("values")
     if state.rows is None:
         keys, values = grow_to(keys, used), grow_to(values, used)
         if torch.is_grad_enabled():

@@ -10,8 +10,8 @@ from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     head_size,
-    scaled,
-    value_heads,
+    num_value_heads,
+    scaled_size,
 )
 from fastweights.layers.common.parts import (
     Decay,
@@ -86,8 +86,8 @@ class Comba(Layer):
     ) -> None:
         super().__init__()
         H, K = num_heads, head_size(head_dim, dim, num_heads)
-        HV = value_heads(num_v_heads, num_heads)
-        V = scaled("expand_v", expand_v, head_dim=K)
+        HV = num_value_heads(num_v_heads, num_heads)
+        V = scaled_size("expand_v", expand_v, head_dim=K)
         self.dim, self.correction, self.unit_p = dim, correction, unit_p
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         width = 2 * H * K + HV * V
@@ -114,7 +114,7 @@ class Comba(Layer):
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
-        q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
+        q, k, v, past = self.convolution(self.qkv_proj(x), state, cu_seqlens)
         share = self.d.sigmoid()[:, None].to(k.dtype)
         q = l2norm(q - self.D[:, None].to(q.dtype) * share * k)
         k = l2norm(k)
@@ -126,4 +126,4 @@ class Comba(Layer):
             q, k, v, g, erase=erase, state=state, cu_seqlens=cu_seqlens
         )
         y = self.o_proj(self.norm(o, self.g_proj(x)))
-        return y, LayerState(S=S, convolution=inputs)
+        return y, LayerState(S=S, convolution=past)

@@ -15,7 +15,7 @@ from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     check_one_of,
     head_size,
-    scaled,
+    scaled_size,
 )
 from fastweights.layers.common.parts import (
     FactoryOptions,
@@ -93,7 +93,7 @@ class DeltaNet(Layer):
         check_one_of("qk_activation", qk_activation, tuple(FEATURES))
         check_one_of("qk_norm", qk_norm, ("l2", "sum"))
         H, K = num_heads, head_size(head_dim, dim, num_heads)
-        V = scaled("expand_v", expand_v, head_dim=K)
+        V = scaled_size("expand_v", expand_v, head_dim=K)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
         self.qk_activation, self.qk_norm = qk_activation, qk_norm
         is_default = (qk_activation, qk_norm) == ("silu", "l2")
@@ -120,7 +120,7 @@ class DeltaNet(Layer):
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
-        q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
+        q, k, v, past = self.convolution(self.qkv_proj(x), state, cu_seqlens)
         if not self.convolution.activation:
             q, k, v = self.features(q), self.features(k), F.silu(v)
         beta = write_strength(self.b_proj(x), self.allow_neg_eigval)
@@ -129,7 +129,7 @@ class DeltaNet(Layer):
         )
         gate = None if self.g_proj is None else self.g_proj(x)
         y = self.o_proj(self.norm(o, gate))
-        return y, LayerState(S=S, convolution=inputs)
+        return y, LayerState(S=S, convolution=past)
 
     def features(self, x: Heads) -> Heads:
         """Activation and norm of q or k, where they are not the usual ones."""

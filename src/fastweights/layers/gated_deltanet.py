@@ -10,8 +10,8 @@ from fastweights.layers.common.fused_step import fused_layer_step
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     head_size,
-    scaled,
-    value_heads,
+    num_value_heads,
+    scaled_size,
 )
 from fastweights.layers.common.parts import (
     Decay,
@@ -92,8 +92,8 @@ class GatedDeltaNet(Layer):
     ) -> None:
         super().__init__()
         H, K = num_heads, head_size(head_dim, dim, num_heads)
-        HV = value_heads(num_v_heads, num_heads)
-        V = scaled("expand_v", expand_v, head_dim=K)
+        HV = num_value_heads(num_v_heads, num_heads)
+        V = scaled_size("expand_v", expand_v, head_dim=K)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         width = 2 * H * K + HV * V
@@ -125,7 +125,7 @@ class GatedDeltaNet(Layer):
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
-        q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
+        q, k, v, past = self.convolution(self.qkv_proj(x), state, cu_seqlens)
         a, b = self.ab_proj(x).chunk(2, -1)
         b = b if self.b_bias is None else b + self.b_bias.to(b.dtype)
         g, beta = self.decay(a), write_strength(b, self.allow_neg_eigval)
@@ -134,7 +134,7 @@ class GatedDeltaNet(Layer):
         )
         gate = None if self.g_proj is None else self.g_proj(x)
         y = self.o_proj(self.norm(o, gate))
-        return y, LayerState(S=S, convolution=inputs)
+        return y, LayerState(S=S, convolution=past)
 
     def fused_step(
         self, x: Tokens, norm: nn.RMSNorm, state: LayerState

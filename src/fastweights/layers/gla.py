@@ -9,7 +9,7 @@ from torch import nn
 from fastweights.dtypes import upcast
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.layer import Layer, Tokens
-from fastweights.layers.common.layer_arguments import scaled
+from fastweights.layers.common.layer_arguments import scaled_size
 from fastweights.layers.common.parts import (
     FactoryOptions,
     OutputNorm,
@@ -68,8 +68,8 @@ class GatedLinearAttention(Layer):
     ) -> None:
         super().__init__()
         H = num_heads
-        K = scaled("expand_k", expand_k, H, dim=dim)
-        V = scaled("expand_v", expand_v, H, dim=dim)
+        K = scaled_size("expand_k", expand_k, H, dim=dim)
+        V = scaled_size("expand_v", expand_v, H, dim=dim)
         self.dim, self.temperature, self.K = dim, temperature, K
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **factory)
@@ -96,11 +96,11 @@ class GatedLinearAttention(Layer):
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
-        q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
+        q, k, v, past = self.convolution(self.qkv_proj(x), state, cu_seqlens)
         g = F.logsigmoid(upcast(self.f_proj(x))) / self.temperature
         g = g.unflatten(-1, (-1, self.K))
         o, S = continue_recurrence(
             q, k, v, g, state=state, cu_seqlens=cu_seqlens
         )
         y = self.o_proj(self.norm(o, self.g_proj(x)))
-        return y, LayerState(S=S, convolution=inputs)
+        return y, LayerState(S=S, convolution=past)

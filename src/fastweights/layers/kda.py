@@ -10,8 +10,8 @@ from fastweights.layers.common.fused_step import fused_layer_step
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     head_size,
-    scaled,
-    value_heads,
+    num_value_heads,
+    scaled_size,
 )
 from fastweights.layers.common.parts import (
     Decay,
@@ -87,8 +87,8 @@ class KimiDeltaAttention(Layer):
     ) -> None:
         super().__init__()
         H, K = num_heads, head_size(head_dim, dim, num_heads)
-        HV = value_heads(num_v_heads, num_heads)
-        V = scaled("expand_v", expand_v, head_dim=K)
+        HV = num_value_heads(num_v_heads, num_heads)
+        V = scaled_size("expand_v", expand_v, head_dim=K)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         width = 2 * H * K + HV * V
@@ -114,14 +114,14 @@ class KimiDeltaAttention(Layer):
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
-        q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
+        q, k, v, past = self.convolution(self.qkv_proj(x), state, cu_seqlens)
         g = self.decay(self.f_proj(x))
         beta = write_strength(self.b_proj(x), self.allow_neg_eigval)
         o, S = continue_recurrence(
             q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens
         )
         y = self.o_proj(self.norm(o, self.g_proj(x)))
-        return y, LayerState(S=S, convolution=inputs)
+        return y, LayerState(S=S, convolution=past)
 
     def fused_step(
         self, x: Tokens, norm: nn.RMSNorm, state: LayerState

@@ -15,14 +15,13 @@ from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     check_even,
     head_size,
-    scaled,
+    scaled_size,
 )
 from fastweights.layers.common.parts import FactoryOptions, OutputNorm
 from fastweights.layers.common.rotary import rotary
 from fastweights.layers.common.state import (
     LayerState,
     Offsets,
-    rows_of,
     token_positions,
 )
 from fastweights.layers.common.unpacked_rows import UnpackedRows
@@ -103,7 +102,7 @@ class LaCT(Layer):
             )
         check_even("dim / num_attention_heads", dim // near)
         self.attention_heads = near
-        hidden = scaled("expansion", expansion, head_dim=K)
+        hidden = scaled_size("expansion", expansion, head_dim=K)
         self.dim, self.heads, self.theta = dim, H, theta
         self.chunk_size, self.window, self.muon = chunk_size, window, muon
         self.prenorm = prenorm
@@ -155,7 +154,7 @@ class LaCT(Layer):
             unpacked.spread(rotated(k)),
             unpacked.spread(v.unflatten(-1, heads)),
             self.window,
-            rows_of(state, "window"),
+            state and state.batch_rows("window"),
             unpacked.position,
             unpacked.lengths,
         )
@@ -182,7 +181,7 @@ class LaCT(Layer):
             chunk_size=self.chunk_size,
             muon=self.muon,
             prenorm=self.prenorm,
-            initial_state=rows_of(state, "S"),
+            initial_state=state and state.batch_rows("S"),
             position=unpacked.position,
             lengths=unpacked.lengths,
         )

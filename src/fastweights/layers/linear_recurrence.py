@@ -13,7 +13,7 @@ from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     check_one_of,
     head_size,
-    scaled,
+    scaled_size,
 )
 from fastweights.layers.common.parts import (
     Decay,
@@ -98,7 +98,7 @@ class LinearRecurrence(Layer):
         check_one_of("rule", rule, ("additive", "delta"))
         check_one_of("decay", decay, (None, "head", "channel", "constant"))
         H, K = num_heads, head_size(head_dim, dim, num_heads)
-        V = scaled("expand_v", expand_v, head_dim=K)
+        V = scaled_size("expand_v", expand_v, head_dim=K)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **factory)
@@ -138,7 +138,7 @@ class LinearRecurrence(Layer):
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
-        q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
+        q, k, v, past = self.convolution(self.qkv_proj(x), state, cu_seqlens)
         g, beta, gate = self.log_decay(x), None, None
         if self.b_proj is not None:
             beta = write_strength(self.b_proj(x), self.allow_neg_eigval)
@@ -148,7 +148,7 @@ class LinearRecurrence(Layer):
             q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens
         )
         y = self.o_proj(self.norm(o, gate))
-        return y, LayerState(S=S, convolution=inputs)
+        return y, LayerState(S=S, convolution=past)
 
     def log_decay(self, x: Tokens) -> Tensor | None:
         """g of these tokens, [B, T, H] or [B, T, H, K]; None without one."""

@@ -11,12 +11,11 @@ from torch import nn
 from fastweights.dtypes import upcast
 from fastweights.layers.common.convolution import ShortConvolution
 from fastweights.layers.common.layer import Layer, Tokens
-from fastweights.layers.common.layer_arguments import check_range, scaled
+from fastweights.layers.common.layer_arguments import check_range, scaled_size
 from fastweights.layers.common.parts import FactoryOptions, draw_dt_bias_
 from fastweights.layers.common.state import (
     LayerState,
     Offsets,
-    rows_of,
     state_to_step,
 )
 from fastweights.ops.selective import MAX_N, selective_scan, selective_step
@@ -64,7 +63,7 @@ class Mamba(Layer):
             raise ValueError(
                 f"state_size: got {state_size}, need at most {MAX_N}"
             )
-        inner = scaled("expand", expand, dim=dim)
+        inner = scaled_size("expand", expand, dim=dim)
         R = math.ceil(dim / 16) if dt_rank is None else dt_rank
         self.dim, self.dt_range = dim, dt_range
         self.widths = (R, state_size, state_size)
@@ -96,7 +95,7 @@ class Mamba(Layer):
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
         u, z = self.in_proj(x).chunk(2, -1)
-        u, inputs = self.convolution(u, state, cu_seqlens)
+        u, past = self.convolution(u, state, cu_seqlens)
         dt, B, C = self.x_proj(u).split(self.widths, -1)
         tensors = (
             u,
@@ -112,11 +111,13 @@ class Mamba(Layer):
             "dt_softplus": True,
         }
         if stepped := state_to_step(state, x, cu_seqlens):
-            S = stepped.field("S")
+            S = stepped.tensor("S")
             y = selective_step(*tensors, **gates, state=S, rows=stepped.rows)
         else:
-            first = rows_of(state, "S")
             y, S = selective_scan(
-                *tensors, **gates, initial_state=first, cu_seqlens=cu_seqlens
+                *tensors,
+                **gates,
+                initial_state=state and state.batch_rows("S"),
+                cu_seqlens=cu_seqlens,
             )
-        return self.o_proj(y), LayerState(S=S, convolution=inputs)
+        return self.o_proj(y), LayerState(S=S, convolution=past)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fastweights.dtypes import upcast
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.layer import Layer, Tokens
-from fastweights.layers.common.layer_arguments import scaled, whole_number
+from fastweights.layers.common.layer_arguments import scaled_size, whole_number
 from fastweights.layers.common.parts import Decay, FactoryOptions, OutputNorm
 from fastweights.layers.common.state import (
     LayerState,
@@ -84,7 +84,7 @@ class Mamba2(Layer):
     ) -> None:
         super().__init__()
         G, N, P = num_groups, state_size, head_dim
-        inner = scaled("expand", expand, dim=dim)
+        inner = scaled_size("expand", expand, dim=dim)
         H = whole_number("expand * dim / head_dim", inner / P)
         if H % G:
             raise ValueError(
@@ -118,7 +118,7 @@ class Mamba2(Layer):
         self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
-        C, B, u, inputs = self.convolution(self.x_proj(x), state, cu_seqlens)
+        C, B, u, past = self.convolution(self.x_proj(x), state, cu_seqlens)
         dt, g = self.decay(self.dt_proj(x))
         o, S = continue_recurrence(
             C,
@@ -132,4 +132,4 @@ class Mamba2(Layer):
         y = upcast(o) + self.D.to(dt.dtype)[:, None] * u
         y = y.flatten(2) * F.silu(upcast(self.z_proj(x)))
         y = self.norm(y.unflatten(-1, (self.G, -1))).to(u.dtype)
-        return self.o_proj(y), LayerState(S=S, convolution=inputs)
+        return self.o_proj(y), LayerState(S=S, convolution=past)

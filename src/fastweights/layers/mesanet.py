@@ -15,7 +15,7 @@ from fastweights.layers.common.convolution import ShortConvolution
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import head_size
 from fastweights.layers.common.parts import FactoryOptions, OutputNorm
-from fastweights.layers.common.state import LayerState, Offsets, rows_of
+from fastweights.layers.common.state import LayerState, Offsets
 
 
 class MesaNet(Layer):
@@ -87,7 +87,7 @@ class MesaNet(Layer):
         """
         H = self.heads
         qk, v = self.qkv_proj(x).tensor_split([2 * len(self.lam)], -1)
-        qk, inputs = self.convolution(qk, state, cu_seqlens)
+        qk, past = self.convolution(qk, state, cu_seqlens)
         q, k = (l2norm(t.unflatten(-1, (H, -1))) for t in qk.chunk(2, -1))
         a, b = upcast(self.ab_proj(x)).chunk(2, -1)
         ridge = self.min_ridge + F.softplus(upcast(self.lam))
@@ -99,8 +99,8 @@ class MesaNet(Layer):
             b.sigmoid(),
             ridge.unflatten(0, (H, -1)),
             steps=self.steps,
-            initial_state=rows_of(state, "S"),
+            initial_state=state and state.batch_rows("S"),
             cu_seqlens=cu_seqlens,
         )
         y = self.o_proj(self.norm(o))
-        return y, LayerState(S=S, convolution=inputs)
+        return y, LayerState(S=S, convolution=past)

@@ -9,7 +9,7 @@ from torch import nn
 from fastweights.dtypes import upcast
 from fastweights.heads import split_heads
 from fastweights.layers.common.layer import Layer, Tokens
-from fastweights.layers.common.layer_arguments import scaled
+from fastweights.layers.common.layer_arguments import scaled_size
 from fastweights.layers.common.parts import FactoryOptions, OutputNorm
 from fastweights.layers.common.state import LayerState, Offsets, state_to_step
 from fastweights.ops.mlstm import mlstm, mlstm_step
@@ -61,8 +61,8 @@ class MLSTM(Layer):
     ) -> None:
         super().__init__()
         H = num_heads
-        K = scaled("qk_factor", qk_factor, H, dim=dim)
-        V = scaled("v_factor", v_factor, H, dim=dim)
+        K = scaled_size("qk_factor", qk_factor, H, dim=dim)
+        V = scaled_size("v_factor", v_factor, H, dim=dim)
         self.dim, self.cap = dim, cap
         self.heads = (H, K, H, V)
         factory: FactoryOptions = {"device": device, "dtype": dtype}
@@ -92,14 +92,14 @@ class MLSTM(Layer):
         i, f = (self.cap * torch.tanh(a / self.cap)).chunk(2, -1)
         g = F.logsigmoid(f)
         if stepped := state_to_step(state, x, cu_seqlens):
-            S, m = stepped.field("S"), stepped.field("m")
+            S, m = stepped.tensor("S"), stepped.tensor("m")
             h = mlstm_step(q, k, v, g, i, state=(S, m), rows=stepped.rows)
         else:
-            first = None
+            memory = None
             if state is not None:
-                first = state.get("S"), state.get("m")
+                memory = state.batch_rows("S"), state.batch_rows("m")
             h, (S, m) = mlstm(
-                q, k, v, g, i, initial_state=first, cu_seqlens=cu_seqlens
+                q, k, v, g, i, initial_state=memory, cu_seqlens=cu_seqlens
             )
         y = self.o_proj(self.norm(h, self.g_proj(x)))
         return y, LayerState(S=S, m=m)

@@ -12,7 +12,7 @@ from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     check_even,
     head_size,
-    scaled,
+    scaled_size,
 )
 from fastweights.layers.common.parts import FactoryOptions, OutputNorm
 from fastweights.layers.common.rotary import rotary
@@ -68,7 +68,7 @@ class MultiScaleRetention(Layer):
     ) -> None:
         super().__init__()
         H, K = num_heads, head_size(None, dim, num_heads)
-        V = scaled("expand_v", expand_v, H, dim=dim)
+        V = scaled_size("expand_v", expand_v, H, dim=dim)
         check_even("dim / num_heads", K)  # channels turn in pairs
         self.dim, self.theta = dim, theta
         self.heads = (H, K, H, V)
@@ -95,7 +95,7 @@ class MultiScaleRetention(Layer):
         y = self.o_proj(self.norm(o, self.g_proj(x)))
         position = sequence_lengths(x, cu_seqlens, state, total)
         if state is not None:
-            position = position + state.get("position")
+            position = position + state.batch_rows("position")
         return y, LayerState(S=S, position=position)
 
 

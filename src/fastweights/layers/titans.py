@@ -14,10 +14,10 @@ from fastweights.deep.dual_form import Layers, Norm
 from fastweights.dtypes import upcast
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.layer import CheckedModule, Layer, Tokens
-from fastweights.layers.common.layer_arguments import head_size, scaled
+from fastweights.layers.common.layer_arguments import head_size, scaled_size
 from fastweights.layers.common.parts import FactoryOptions, OutputNorm
 from fastweights.layers.common.plain_modules import is_untouched, source_of
-from fastweights.layers.common.state import LayerState, Offsets, rows_of
+from fastweights.layers.common.state import LayerState, Offsets
 from fastweights.layers.common.unpacked_rows import UnpackedRows
 
 
@@ -128,7 +128,7 @@ class TitansMemory(Layer):
     ) -> None:
         super().__init__()
         H, K = num_heads, head_size(head_dim, dim, num_heads)
-        hidden = scaled("expansion", expansion, head_dim=K)
+        hidden = scaled_size("expansion", expansion, head_dim=K)
         self.dim, self.chunk_size, self.max_rate = dim, chunk_size, max_rate
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         widths = [K, *[hidden] * (depth - 1), K]
@@ -158,7 +158,7 @@ class TitansMemory(Layer):
         S [N, H, 3, P] holds what a head's P weights have learned, their
         momentum, and what they had learned when the chunk began.
         """
-        q, k, v, inputs = self.convolution(self.qkv_proj(x), state, cu_seqlens)
+        q, k, v, past = self.convolution(self.qkv_proj(x), state, cu_seqlens)
         unpacked = UnpackedRows(x, state, cu_seqlens)
         q, k, v = (unpacked.spread(t) for t in (q, k, v))
         rate, momentum, g = (unpacked.spread(t) for t in self.rates(x))
@@ -171,13 +171,13 @@ class TitansMemory(Layer):
             g,
             *self.start(),
             chunk_size=self.chunk_size,
-            initial_state=rows_of(state, "S"),
+            initial_state=state and state.batch_rows("S"),
             position=unpacked.position,
             lengths=unpacked.lengths,
         )
         y = self.o_proj(self.norm(unpacked.pack(o), self.g_proj(x)))
         return y, LayerState(
-            S=S, position=unpacked.position_after(), convolution=inputs
+            S=S, position=unpacked.position_after(), convolution=past
         )
 
     def rates(self, x: Float[Tensor, "B T D"]) -> tuple[Tensor, ...]:

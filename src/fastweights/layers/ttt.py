@@ -16,7 +16,6 @@ from fastweights.layers.common.rotary import rotary
 from fastweights.layers.common.state import (
     LayerState,
     Offsets,
-    rows_of,
     token_positions,
 )
 from fastweights.layers.common.unpacked_rows import UnpackedRows
@@ -143,7 +142,7 @@ class TTTLinear(Layer):
             self.start,
             (self.model_norm_weight, self.model_norm_bias),
             (1 / numbers + offset).clamp_min(0),
-            initial_state=rows_of(state, "S"),
+            initial_state=state and state.batch_rows("S"),
             position=unpacked.position,
             lengths=unpacked.lengths,
         )

@@ -277,7 +277,7 @@ class LanguageModel(CheckedModule):
         """
         check_one_of("reduction", reduction, ("mean", "none"))
         if targets is not None:
-            x = self.hidden(tokens, states, cu_seqlens, last=True)[0]
+            x = self.hidden(tokens, states, cu_seqlens, return_states=False)[0]
             weight = self._weight_of_logits(x)
             if weight is None:
                 logits = self.logits(x)
@@ -336,12 +336,11 @@ class LanguageModel(CheckedModule):
         states: States | None = None,
         cu_seqlens: Offsets | None = None,
         *,
-        last: bool = False,
+        return_states: bool = True,
     ) -> tuple[Float[Tensor, "B T D"], list[LayerState | None]]:
         """What the head turns to logits, and the layers' states.
 
-        ``last`` says that nothing follows these tokens: no states are
-        returned then.
+        Without ``return_states`` the list is empty.
         """
         check_tokens("tokens", tokens, self.config.vocab_size)
         if tokens.dim() != 2 or not tokens.numel():
@@ -361,7 +360,7 @@ class LanguageModel(CheckedModule):
         after: list[LayerState | None] = []
         again = self.checkpoint and torch.is_grad_enabled()
         for block, state in zip(self.blocks, states, strict=True):
-            if again and last:
+            if again and not return_states:
                 x = checkpoint(
                     _output, block, x, state, cu_seqlens, use_reentrant=False
                 )
@@ -372,7 +371,7 @@ class LanguageModel(CheckedModule):
             else:
                 x, state = block(x, state, cu_seqlens)
             after.append(state)
-        return self.norm(x), [] if last else after
+        return self.norm(x), after if return_states else []
 
     def logits(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
         """Logits of hidden states: the head's, or those of tied embeddings.
@@ -497,7 +496,7 @@ class LanguageModel(CheckedModule):
         check_sizes(T=T)
 
         def after(T: int) -> int:
-            return sum(x.nbytes for x in self._outline(T) if x is not None)
+            return sum(x.nbytes for x in self._meta_states(T) if x is not None)
 
         return extrapolate(after, T)
 
@@ -514,7 +513,7 @@ class LanguageModel(CheckedModule):
 
         check_sizes(T=T)
         with FlopCounterMode(display=False) as counter:
-            self._outline(T)
+            self._meta_states(T)
         return counter.get_total_flops() / T
 
     def save(self, folder: str | Path) -> None:
@@ -556,7 +555,7 @@ class LanguageModel(CheckedModule):
         return to_transformers(self)
 
     @torch.no_grad()
-    def _outline(self, T: int) -> list[LayerState | None]:
+    def _meta_states(self, T: int) -> list[LayerState | None]:
         """The states after T tokens, on a device that holds no numbers."""
         meta, dtype = torch.device("meta"), self.embedding.weight.dtype
         model = LanguageModel(self.config, device=meta, dtype=dtype)

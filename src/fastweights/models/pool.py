@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -23,19 +24,20 @@ class StatePool:
     """The states of up to ``size`` sequences, one row of each tensor per row.
 
         pool = StatePool(model, size=64, capacity=4096)
-        row = pool.acquire()                              # a request comes
-        with torch.no_grad():
-            logits, _ = model(prompt[None], pool.at([row], len(prompt)))
-            tokens = logits[:, -1:].argmax(-1)            # [rows, 1]
-            logits, _ = model(tokens, pool.at([row], 1))  # rows go on together
-        pool.release(row)                                 # and is done
+        row = pool.acquire()                         # a request comes
+        with torch.no_grad(), pool.reading([row], len(prompt)) as states:
+            logits, _ = model(prompt[None], states)
+        tokens = logits[:, -1:].argmax(-1)           # [rows, 1]
+        with torch.no_grad(), pool.reading([row], 1) as states:
+            logits, _ = model(tokens, states)        # rows go on together
+        pool.release(row)                            # and is done
 
     The tensors stay where they are from the first request to the last, and
     have the model's dtype, S and m fp32, whatever mode (autocast, inference)
     the pool is made or used in. Rows of a step are any of those that are
     taken, in any order, each once; -1 pads a batch. Packed prompts go in
-    together, beside rows that go on by a token: ``model(packed,
-    pool.at(rows, lengths), cu_seqlens)``.
+    together, beside rows that go on by a token: ``reading(rows, lengths)``,
+    and ``model(packed, states, cu_seqlens)``.
 
     Args:
         model: whose states they are.
@@ -81,8 +83,6 @@ class StatePool:
         self.free = dict.fromkeys(reversed(range(size)))
         self.tokens_read = [0] * size
         """Tokens that each row has read, at most."""
-        # The last call's states, and the tokens that a row then has at most.
-        self._last_call: tuple[list[LayerState], int] = [], 0
         self.grows = any(s.keys is not None for s in self.states)
         self._clear(slice(None))
 
@@ -155,11 +155,17 @@ class StatePool:
             states.append(LayerState(**tensors, used=used))
         return states
 
-    def at(self, rows: Rows, tokens: int | Rows) -> list[LayerState]:
-        """The states for one call of the model with these rows.
+    def reading(
+        self, rows: Rows, tokens: int | Rows
+    ) -> AbstractContextManager[list[LayerState]]:
+        """The states for a call of the model in which these rows read tokens.
 
-        It begins that call: the rows count as having read its tokens. Who
-        asks twice for one call has them counted twice.
+            with pool.reading([row], 1) as states:
+                logits, _ = model(tokens, states)
+
+        The rows count as having read them once the block ends. If it raises,
+        they do not, and their states may be half new: release or restore
+        them.
 
         Args:
             rows: the row of each sequence, taken before; -1 for none.
@@ -187,7 +193,6 @@ class StatePool:
             check_sizes(tokens=numbers)
             counts = [numbers] * len(index)
         count_of = {r: n for r, n in zip(index, counts, strict=True) if r >= 0}
-        self._recount_if_exceeded()
         if self._overfull_rows(count_of):
             self._recount()
         if overfull := self._overfull_rows(count_of):
@@ -197,16 +202,28 @@ class StatePool:
                 f"{self.tokens_read[row]}, need at most {self.capacity} in all"
             )
         used = max((self.tokens_read[row] for row in count_of), default=0)
-        for row, n in count_of.items():
-            self.tokens_read[row] += n
         on_device = torch.tensor(index, device=self.device)
         all_inside = -1 not in index
         states = [
             state.at_unchecked(on_device, used, all_inside)
             for state in self.states
         ]
-        self._last_call = states, used + max(counts)
-        return states
+        return self._counted(states, count_of, used + max(counts))
+
+    @contextmanager
+    def _counted(
+        self, states: list[LayerState], count_of: dict[int, int], most: int
+    ) -> Iterator[list[LayerState]]:
+        """Count the rows' tokens at the end of the block.
+
+        Anew where it had more of them than was said, so that some row has
+        read more than ``most``.
+        """
+        yield states
+        for row, n in count_of.items():
+            self.tokens_read[row] += n
+        if any(state.used > most for state in states):
+            self._recount()
 
     def _overfull_rows(self, count_of: dict[int, int]) -> list[int]:
         """The rows that may lack room for so many more tokens."""
@@ -214,13 +231,6 @@ class StatePool:
             return []
         read, most = self.tokens_read, self.capacity
         return [row for row, n in count_of.items() if read[row] + n > most]
-
-    def _recount_if_exceeded(self) -> None:
-        """Count again if the last call had more tokens than announced."""
-        states, announced = self._last_call
-        if any(state.used > announced for state in states):
-            self._recount()
-        self._last_call = [], 0
 
     def _recount(self) -> None:
         """Read from the layers how many tokens each row has read."""

@@ -110,7 +110,7 @@ def _backward(
     return [x.contiguous() for x in grads]
 
 
-def _empty(do, dstate, function, tensors, arguments):
+def _fake_backward(do, dstate, function, tensors, arguments):
     return [x.new_empty(x.shape) for x in tensors if x.is_floating_point()]
 
 
@@ -143,7 +143,7 @@ FORWARD = registered(
 BACKWARD = registered(
     f"any_length_backward(Tensor do, Tensor dstate, {SCHEMA}) -> Tensor[]",
     _backward,
-    _empty,
+    _fake_backward,
 )
 # Past autograd, not through it, where nothing inside could have gradients.
 LIBRARY.impl(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -184,27 +183,24 @@ def widest_head(q: Tensor, K: int) -> int:
     return K // 2 if q.dtype == torch.float32 else K
 
 
-_records: dict[int, tuple[list[str], int | None]] = {}
-"""Each open record and the only thread that it listens to, by its id."""
+_records: dict[int, list[str]] = {}
+"""The open records, by their id."""
 
 
 @contextmanager
-def record_backends(thread: int | None = None) -> Iterator[list[str]]:
+def record_backends() -> Iterator[list[str]]:
     """A list of what runs while it is open.
 
         with record_backends() as ran:
             o, state = fw.mamba2(q, k, v, g)
         print(ran)                              # ["torch forward"], say
 
-    Args:
-        thread: of this thread only (``threading.get_ident()``), else of all:
-            a backward on a GPU is in one of PyTorch's own.
-
     Yields:
-        backend and pass of each operator, such as "torch backward".
+        backend and pass of each operator, such as "torch backward", of all
+        threads: a backward on a GPU is in one of PyTorch's own.
     """
     ran: list[str] = []
-    _records[id(ran)] = ran, thread
+    _records[id(ran)] = ran
     try:
         yield ran
     finally:
@@ -213,6 +209,5 @@ def record_backends(thread: int | None = None) -> Iterator[list[str]]:
 
 def record_run(what: str) -> None:
     """Tell the open records what runs."""
-    for ran, thread in [*_records.values()]:
-        if thread is None or thread == threading.get_ident():
-            ran.append(what)
+    for ran in [*_records.values()]:
+        ran.append(what)

@@ -192,17 +192,18 @@ def _convolution(
     def run(state: Tensor, offsets: Tensor | None, x: Tensor = x) -> Any:
         return CONVOLUTION(x, weight, bias, state, offsets, *options)
 
-    first = shard.initial_states(initial_state)
-    entering = shard.map_initial_states(first.index_select(0, shard.outgoing))
-    offsets, before = shard.map_offsets(), max(T - rows, 0)
+    initial_states = shard.initial_states(initial_state)
+    own = initial_states.index_select(0, shard.outgoing)
+    offsets, before = shard.offsets_for_map(), max(T - rows, 0)
     if offsets is not None:
         offsets = (offsets - before).clamp(min=0)
-    *_, state = run(entering, offsets, x[:, before:].contiguous())
+    tokens = x[:, before:].contiguous()
+    *_, state = run(shard.states_for_map(own), offsets, tokens)
     row = torch.arange(rows, device=x.device)
     M = (row[:, None] + T == row).to(x.dtype)
     M = shard.where_passing(M.expand(len(shard.outgoing), rows, rows))
-    B = shard.map_outgoing(state)
-    return run_over_ranks(shard, run, first, M, B, matrix=True)
+    B = shard.outgoing_of_map(state)
+    return run_over_ranks(shard, run, initial_states, M, B, matrix=True)
 
 
 def _check(

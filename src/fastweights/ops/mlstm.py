@@ -24,7 +24,7 @@ from fastweights.ops.normaliser import (
 from fastweights.ops.registration import registered
 from fastweights.ops.rows import Rows, rows_inside, write_rows
 from fastweights.packing import (
-    first_states,
+    copy_states,
     num_sequences,
     sequence_ids,
     tail_mask,
@@ -97,11 +97,11 @@ def mlstm(
     operands: Any = (q, k, v, g, i, initial_state, cu_seqlens)
     options: Any = (eps, scale, chunk_size, backend)
     if (ranks := current_ranks()) is None:
-        return local_recurrence(*operands, *options)
+        return _local_mlstm(*operands, *options)
     return _over_ranks(ranks, *operands, *options)
 
 
-def local_recurrence(
+def _local_mlstm(
     q: Keys,
     k: Keys,
     v: Values,
@@ -171,7 +171,7 @@ def _over_ranks(
     shard = shard_of(ranks, q, T, cu_seqlens)
     if initial_state is None:
         wide = F.pad(v, (0, 1))
-        state = first_states(q, state_shape(q, wide), None, cu_seqlens)
+        state = copy_states(q, state_shape(q, wide), None, cu_seqlens)
         m = state.new_full(state.shape[:2], -torch.inf)
     else:
         state, m = initial_state
@@ -181,15 +181,15 @@ def _over_ranks(
     )
 
     def run(state: Tensor, m: Tensor, offsets: Tensor | None) -> Any:
-        return local_recurrence(q, k, v, g, i, (state, m), offsets, *options)
+        return _local_mlstm(q, k, v, g, i, (state, m), offsets, *options)
 
     own = [x.index_select(0, shard.outgoing) for x in (first, first_m)]
     start = (
-        shard.map_initial_states(own[0]),
-        shard.map_initial_states(own[1], -torch.inf),
+        shard.states_for_map(own[0]),
+        shard.states_for_map(own[1], -torch.inf),
     )
-    _, (B, b) = run(*start, shard.map_offsets())
-    B, b = shard.map_outgoing(B), shard.map_outgoing(b, -torch.inf)
+    _, (B, b) = run(*start, shard.offsets_for_map())
+    B, b = shard.outgoing_of_map(B), shard.outgoing_of_map(b, -torch.inf)
     a = shard.where_passing(g.sum(1, dtype=torch.float64), -torch.inf)
     B = ranks.gather(B).double()
     a, b = ranks.gather(torch.stack([a, b.double()])).unbind(1)

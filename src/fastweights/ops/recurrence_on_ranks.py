@@ -34,7 +34,7 @@ from fastweights.ops.recurrence_operator import (
     make_operator,
     prepare_call,
 )
-from fastweights.packing import first_states
+from fastweights.packing import copy_states
 from fastweights.ranks.exchange import Exchange
 from fastweights.ranks.group import Ranks, current_ranks
 from fastweights.ranks.prefix import gathers_maps
@@ -64,43 +64,43 @@ def recurrence_over_ranks(
     if g is not None and g.dim() == 1:
         g = (min(T, 1) * g).expand(v.shape[:3])
     tokens = q, k, v, g, beta, erase
-    first = first_states(q, state_shape(q, v), initial_state, cu_seqlens)
+    states = copy_states(q, state_shape(q, v), initial_state, cu_seqlens)
     if recurrence_backend(backend, q) == "triton":
         shard: Any = None  # nothing is to be looked up in it
         sums_states = sums_final_states(ranks, cu_seqlens, is_invariant())
         if initial_state is not None or sums_states:
             shard = shard_of(ranks, q, T, cu_seqlens)
-            first = shard.initial_states(first)
+            states = shard.initial_states(states)
         check_values(Operands(*tokens))
-        operands = Operands(*tokens, first, cu_seqlens)
+        operands = Operands(*tokens, states, cu_seqlens)
         operands, options = prepare_call(operands, scale, chunk_size, backend)
         o, state = ON_RANKS(*operands, *options)
         if sums_states:
             state = shard.final_states(state)
         return o[:, :T], state
     shard = shard_of(ranks, q, T, cu_seqlens)
-    first = shard.initial_states(first)
+    states = shard.initial_states(states)
 
-    def run(v: Tensor, first: Tensor, offsets: Tensor | None) -> Any:
-        operands = Operands(q, k, v, g, beta, erase, first, offsets)
+    def run(v: Tensor, states: Tensor, offsets: Tensor | None) -> Any:
+        operands = Operands(q, k, v, g, beta, erase, states, offsets)
         return local_recurrence(operands, scale, chunk_size, backend)
 
     run_v = functools.partial(run, v)
     if beta is None and erase is None:
         decay = total_decay(g, q)
-        o, state = run_additive_over_ranks(shard, run_v, first, decay)
+        o, state = run_additive_over_ranks(shard, run_v, states, decay)
         return o[:, :T], state
     # Each column of a state is a recurrence of its own. V of them give B, and
     # K that begin as the identity and write nothing give M.
-    state = first.index_select(0, shard.outgoing)
+    state = states.index_select(0, shard.outgoing)
     R, HV, K, V = state.shape
     identity = torch.eye(K, dtype=state.dtype, device=state.device)
     identity = identity.expand(R, HV, K, K)
     state = torch.cat([state, shard.where_passing(identity)], -1)
     wide = torch.cat([v, v.new_zeros(*v.shape[:3], K)], -1)
-    _, state = run(wide, shard.map_initial_states(state), shard.map_offsets())
-    B, M = shard.map_outgoing(state).split([V, K], -1)
-    o, state = run_over_ranks(shard, run_v, first, M, B, matrix=True)
+    _, state = run(wide, shard.states_for_map(state), shard.offsets_for_map())
+    B, M = shard.outgoing_of_map(state).split([V, K], -1)
+    o, state = run_over_ranks(shard, run_v, states, M, B, matrix=True)
     return o[:, :T], state
 
 
@@ -122,8 +122,10 @@ def _forward(operands: Operands, options: OperatorOptions) -> Results:
     q, cu_seqlens = operands.q, operands.cu_seqlens
     invariant = options.invariant
     exchange = Exchange(_ranks(), q, cu_seqlens, invariant=invariant)
-    first: Any = operands.initial_state
-    entering = first.clone(memory_format=torch.contiguous_format)
+    assert operands.initial_state is not None
+    entering = operands.initial_state.clone(
+        memory_format=torch.contiguous_format
+    )
     local = _local(operands, entering, exchange)
     record_run("triton forward")
     with without_autocast(q):
@@ -136,15 +138,15 @@ def _forward(operands: Operands, options: OperatorOptions) -> Results:
 
 
 def _fake(operands: Operands, options: OperatorOptions) -> Results:
-    q, _, v, _, beta, erase, first, cu_seqlens = operands
-    assert first is not None
+    q, _, v, _, beta, erase, initial_state, cu_seqlens = operands
+    assert initial_state is not None
     saved = backend_module("triton").empty_saved(operands, options, True)
-    rows, K = first.shape[0] if cu_seqlens is None else 1, q.shape[-1]
+    rows, K = initial_state.shape[0] if cu_seqlens is None else 1, q.shape[-1]
     width = 1 if beta is None and erase is None else K
     row = rows, v.shape[2], K, width + v.shape[3]
     size = _ranks().size if gathers_maps(_ranks(), options.invariant) else 1
-    maps = first.new_empty(size, *row)
-    states = [torch.empty_like(first) for _ in range(2)]
+    maps = initial_state.new_empty(size, *row)
+    states = [torch.empty_like(initial_state) for _ in range(2)]
     return v.new_empty(v.shape), states[0], [*saved, maps, states[1]]
 
 

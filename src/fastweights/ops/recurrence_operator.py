@@ -30,7 +30,7 @@ from fastweights.ops.backends import (
 )
 from fastweights.ops.invariance import is_invariant
 from fastweights.ops.registration import Operator
-from fastweights.packing import first_states
+from fastweights.packing import copy_states
 from fastweights.torch_backend import recurrence as torch_backend
 
 Results = tuple[Tensor, Tensor, list[Tensor]]  # o, state and what is saved
@@ -97,7 +97,7 @@ def _fake(operands: Operands, options: OperatorOptions) -> Results:
     q, _, v, *_, initial_state, cu_seqlens = operands
     backend = recurrence_backend(options.backend, q)
     saved = backend_module(backend).empty_saved(operands, options)
-    state = first_states(q, state_shape(q, v), initial_state, cu_seqlens)
+    state = copy_states(q, state_shape(q, v), initial_state, cu_seqlens)
     return v.new_empty(v.shape), state, saved
 
 

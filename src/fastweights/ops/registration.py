@@ -113,7 +113,9 @@ class Operator:
         gradient = self.differentiate, self.save
         self.forward = registered(schema, forward, fake, *gradient)
         schema = f"{name}_backward({back}) -> Tensor[] grads"
-        self.backward = registered(schema, backward, self.empty, self.refuse)
+        self.backward = registered(
+            schema, backward, self.fake_backward, self.refuse
+        )
         packets = self.forward.overloadpacket, self.backward.overloadpacket
         FORMULAS.update(zip(packets, flops, strict=False))
         tell_counters()
@@ -164,7 +166,7 @@ class Operator:
         grads = tuple([None if x is None else next(results) for x in inputs])
         return *grads, *[None] * nones
 
-    def empty(self, *arguments: Any) -> list[Tensor]:
+    def fake_backward(self, *arguments: Any) -> list[Tensor]:
         """Room for the gradients."""
         inputs = arguments[self.shown :][: self.with_gradient]
         return [x.new_empty(x.shape) for x in inputs if x is not None]

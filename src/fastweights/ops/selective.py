@@ -49,7 +49,7 @@ from fastweights.ops.rows import (
     rows_inside,
     write_rows,
 )
-from fastweights.packing import first_states, num_sequences, tail_mask
+from fastweights.packing import copy_states, num_sequences, tail_mask
 from fastweights.ranks.group import current_ranks, refuse_ranks
 from fastweights.ranks.shard import (
     run_additive_over_ranks,
@@ -158,11 +158,11 @@ def selective_scan(
     if ranks is None:
         return run(initial_state, offsets)
     dt = min(T, 1) * dt  # a token in the place of none decays nothing
-    first = first_states(x, A.shape, initial_state, cu_seqlens)
-    first = shard.initial_states(first)
+    initial_states = copy_states(x, A.shape, initial_state, cu_seqlens)
+    initial_states = shard.initial_states(initial_states)
     steps = dt.sum(1, dtype=torch.float64)
     decay = (steps[..., None] * A).exp()
-    y, state = run_additive_over_ranks(shard, run, first, decay)
+    y, state = run_additive_over_ranks(shard, run, initial_states, decay)
     return y[:, :T], state
 
 

@@ -29,8 +29,8 @@ class Shard(NamedTuple):
     holds.
 
     A rank finds its map by a call of the operator. Of a batch it has all of
-    the rank's tokens; of a pack they are two sequences, ``map_offsets``: all
-    before the one that goes on, and that one.
+    the rank's tokens; of a pack they are two sequences: all before the one
+    that goes on, and that one.
     """
 
     ranks: Any  # Ranks; None in a plan
@@ -46,13 +46,13 @@ class Shard(NamedTuple):
         """The states of sequences that begin here, others empty."""
         return where_rows(self.begins, state, empty)
 
-    def with_incoming(self, first: Tensor, state: Tensor) -> Tensor:
-        """The first states with those that other ranks have sent."""
-        own = first.index_select(0, self.incoming)
-        state = where_rows(self.receives, state.to(first.dtype), own)
-        return first.index_copy(0, self.incoming, state)
+    def with_incoming(self, initial_states: Tensor, state: Tensor) -> Tensor:
+        """The initial states, and those that other ranks have sent."""
+        own = initial_states.index_select(0, self.incoming)
+        state = where_rows(self.receives, state.to(initial_states.dtype), own)
+        return initial_states.index_copy(0, self.incoming, state)
 
-    def map_offsets(self) -> Tensor | None:
+    def offsets_for_map(self) -> Tensor | None:
         """The offsets of the call for the map; None of a batch."""
         if self.cu_seqlens is None:
             return None
@@ -60,13 +60,13 @@ class Shard(NamedTuple):
         end = torch.where(self.sends, end, start)
         return torch.cat([torch.zeros_like(start), start, end])
 
-    def map_initial_states(self, own: Tensor, empty: float = 0.0) -> Tensor:
-        """The call's first states, given the outgoing sequences'."""
+    def states_for_map(self, own: Tensor, empty: float = 0.0) -> Tensor:
+        """The call's initial states, given the outgoing sequences'."""
         if self.cu_seqlens is None:
             return own
         return torch.cat([torch.full_like(own, empty), own])
 
-    def map_outgoing(self, state: Tensor, empty: float = 0.0) -> Tensor:
+    def outgoing_of_map(self, state: Tensor, empty: float = 0.0) -> Tensor:
         """The call's final states of the outgoing sequences."""
         if self.cu_seqlens is not None:
             state = state[1:]
@@ -142,7 +142,7 @@ def shard_of_pack(
 def run_over_ranks(
     shard: Shard,
     run: Callable[[Tensor, Tensor | None], Any],
-    first: Tensor,
+    initial_states: Tensor,
     M: Float[Tensor, "R *heads K K_or_1"],
     B: Float[Tensor, "R *heads K V"],
     *,
@@ -153,7 +153,7 @@ def run_over_ranks(
     This rank's map is M, a matrix or factors of a state's rows, and B.
     """
     incoming, last, _ = prefix_over_ranks(shard.ranks, M, B, matrix)
-    states = shard.with_incoming(first, incoming)
+    states = shard.with_incoming(initial_states, incoming)
     *results, state = run(states, shard.cu_seqlens)
     return *results, shard.final_states(state, last)
 
@@ -161,7 +161,7 @@ def run_over_ranks(
 def run_additive_over_ranks(
     shard: Shard,
     run: Callable[[Tensor, Tensor | None], Any],
-    first: Tensor,
+    initial_states: Tensor,
     decay: Tensor,
 ) -> tuple[Any, ...]:
     """Do as :func:`run_over_ranks`, for a state that tokens decay and add to.
@@ -169,10 +169,10 @@ def run_additive_over_ranks(
     decay has the factors of all tokens here, [N, ...], which are a sequence's
     that comes in and goes on. What they add is what they make of no state.
     """
-    state = shard.map_initial_states(first.index_select(0, shard.outgoing))
-    *_, state = run(state, shard.map_offsets())
-    B = shard.map_outgoing(state)
-    return run_over_ranks(shard, run, first, shard.where_passing(decay), B)
+    own = initial_states.index_select(0, shard.outgoing)
+    *_, state = run(shard.states_for_map(own), shard.offsets_for_map())
+    M, B = shard.where_passing(decay), shard.outgoing_of_map(state)
+    return run_over_ranks(shard, run, initial_states, M, B)
 
 
 def total_decay(

@@ -8,7 +8,6 @@ again with whatever fits its size.
 from __future__ import annotations
 
 import functools
-import threading
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +19,7 @@ from fastweights.models.model import LanguageModel
 from fastweights.models.pool import StatePool
 from fastweights.models.recording import Recording, States, is_recordable
 from fastweights.models.sampling import Sampling, draw_tokens
-from fastweights.ops.backends import record_backends
+from fastweights.ops.backends import recurrence_backend
 from fastweights.serving.request import Request
 
 BLOCK = 512
@@ -57,7 +56,9 @@ class Batch:
         self.recordable = is_recordable(model, self.token)
         # By two answers: are all rows greedy, do all draw from all tokens?
         self.recordings: dict[tuple[bool, bool], Recording] = {}
-        self.records_prefills = self.recordable and prefills_by_kernels(model)
+        self.records_prefills = self.recordable and prefills_by_kernels(
+            model, pool
+        )
         # Recordings run one after the other, in the same memory.
         handle = torch.cuda.graph_pool_handle
         self.memory = handle() if self.recordable else None
@@ -69,7 +70,7 @@ class Batch:
         tokens, offsets = [], [0]
         for request, n in pieces:
             start = self.pool.tokens_read[request.row]
-            tokens += request.text[start : start + n]
+            tokens += request.all_tokens[start : start + n]
             offsets.append(len(tokens))
         rows = [request.row for request, _ in pieces]
         if self.records_prefills:
@@ -81,16 +82,16 @@ class Batch:
             for request, n in pieces:
                 self.pool.tokens_read[request.row] += n
             return
-        states = self.pool.at(rows, [n for _, n in pieces])
         packed = torch.tensor([tokens], device=self.pool.device)
         cu_seqlens = torch.tensor(offsets, device=self.pool.device)
-        self.model.hidden(packed, states, cu_seqlens)
+        with self.pool.reading(rows, [n for _, n in pieces]) as states:
+            self.model.hidden(packed, states, cu_seqlens)
 
     def enter(self, request: Request) -> None:
         """Add a request, which has read all but its last token, to steps."""
         row, sampling = request.row, self.sampling
         request.num_drawn = len(request.tokens)
-        self.rows[row], self.token[row] = row, request.text[-1]
+        self.rows[row], self.token[row] = row, request.all_tokens[-1]
         sampling.seed[row] = request.seed
         sampling.num_drawn[row] = request.num_drawn
         sampling.temperature[row] = request.temperature
@@ -182,16 +183,16 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def prefills_by_kernels(model: LanguageModel) -> bool:
+def prefills_by_kernels(model: LanguageModel, pool: StatePool) -> bool:
     """Whether the model reads packed prompts without waiting for the device.
 
     The family's layers do, where kernels compute all of them. Attention,
     networks and PyTorch's backends read how long sequences are.
     """
-    token = torch.zeros(1, 1, dtype=torch.int64)
-    with torch.no_grad(), record_backends(threading.get_ident()) as runs:
-        model.hidden(token.to(model.embedding.weight.device))
+    weight = model.embedding.weight
     layers = [block.get_submodule("layer") for block in model.blocks]
-    return {run.split()[0] for run in runs} == {"triton"} and all(
-        getattr(layer, "uses_decode_step", False) for layer in layers
-    )
+    if not all(getattr(x, "uses_decode_step", False) for x in layers):
+        return False
+    widths = {state.tensor("S").shape[-2] for state in pool.states}
+    queries = [weight.new_empty(K) for K in widths]
+    return {recurrence_backend("auto", q) for q in queries} == {"triton"}

@@ -174,7 +174,7 @@ class Engine:
             if len(request.tokens) < request.max_new_tokens:
                 self.waiting.append(request)
             else:
-                request.reason = "length"
+                request.finish_reason = "length"
 
     def _admit(self) -> None:
         """Give waiting requests free rows, and states kept of a prefix."""
@@ -182,10 +182,12 @@ class Engine:
             request = self.waiting.popleft()
             request.row = self.pool.acquire()
             self.reading.append(request)
-            states, request.first_states = request.first_states, None
+            states, request.initial_states = request.initial_states, None
             if states is None:
                 multiple = self.prefill_tokens if self.invariant else 1
-                states = self.prefixes.longest(request.text[:-1], multiple)
+                states = self.prefixes.longest(
+                    request.all_tokens[:-1], multiple
+                )
             if states is not None:
                 with self._requeue_on_error([request]):
                     self.pool.restore(request.row, states)
@@ -224,7 +226,7 @@ class Engine:
         for request in requests:
             read = self.pool.tokens_read[request.row]
             if read % self.prefill_tokens == 0 or not request.unread:
-                key = request.hasher.key(request.text, read)
+                key = request.hasher.key(request.all_tokens, read)
                 self.prefixes.add(key, self.pool.keep(request.row))
 
     def _start_steps(self, request: Request) -> None:
@@ -236,7 +238,7 @@ class Engine:
         if forks := [fork for fork in forks if not fork.done]:
             kept = self.pool.keep(request.row)
             for fork in reversed(forks):
-                fork.first_states = kept
+                fork.initial_states = kept
                 self.waiting.appendleft(fork)
 
     def _step_running(self) -> RunningStep | None:
@@ -267,14 +269,14 @@ class Engine:
             elif token in request.stop:
                 self.end(request, "stop")
             else:
-                request.tokens.append(token)
+                request.append(token)
                 self._new_tokens.append((request, token))
                 if len(request.tokens) == request.max_new_tokens:
                     self.end(request, "length")
 
     def end(self, request: Request, reason: str) -> None:
         """End a request; the first of its forks reads on for the others."""
-        request.reason, request.first_states = reason, None
+        request.finish_reason, request.initial_states = reason, None
         if request in self.waiting:
             self.waiting.remove(request)
         self._leave(request)

@@ -28,13 +28,15 @@ class Request:
     seed: int
     tokens: list[int] = field(default_factory=list)
     """The answer so far."""
-    reason: str | None = None
+    finish_reason: str | None = None
     """Why it has ended, None before: "length" (there are max_new_tokens),
     "stop" (a token of ``stop`` came next), "cancelled", or "not finite" (the
     logits of its next token)."""
+    all_tokens: list[int] = field(init=False, repr=False)
+    """The prompt, and the answer so far."""
     row: int = field(default=-1, repr=False)
     """The row of the engine's pool that it has; -1: none."""
-    first_states: list[LayerState] | None = field(default=None, repr=False)
+    initial_states: list[LayerState] | None = field(default=None, repr=False)
     """States that its row is to begin with."""
     num_drawn: int = field(default=0, repr=False)
     """Tokens that steps have drawn for it, fetched or not."""
@@ -43,22 +45,25 @@ class Request:
     hasher: Hasher = field(default_factory=Hasher, init=False, repr=False)
     """Finds the keys of what it has read, for the engine's prefixes."""
 
+    def __post_init__(self) -> None:
+        self.all_tokens = self.prompt + self.tokens
+
     @property
     def done(self) -> bool:
         """Whether the request has ended."""
-        return self.reason is not None
+        return self.finish_reason is not None
 
-    @property
-    def text(self) -> list[int]:
-        """The prompt, and the answer so far."""
-        return self.prompt + self.tokens
+    def append(self, token: int) -> None:
+        """Append a token to the answer."""
+        self.tokens.append(token)
+        self.all_tokens.append(token)
 
     @property
     def unread(self) -> int:
         """Tokens that are still to be read before it takes part in steps."""
         if self.done:
             return 0
-        whole = len(self.prompt) + len(self.tokens) - 1
+        whole = len(self.all_tokens) - 1
         if self.row < 0:
             return whole
         return max(whole - self.engine.pool.tokens_read[self.row], 0)
@@ -84,9 +89,9 @@ class Request:
                 self,
                 tokens=[*self.tokens],
                 seed=seed,
-                reason=None,
+                finish_reason=None,
                 row=-1,
-                first_states=kept,
+                initial_states=kept,
                 forks=[],
             )
             for seed in seeds

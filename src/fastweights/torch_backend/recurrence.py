@@ -18,7 +18,7 @@ from fastweights.heads import state_shape
 from fastweights.packing import (
     Offsets,
     Piece,
-    first_states,
+    copy_states,
     pack_pieces,
     sequences,
 )
@@ -73,7 +73,7 @@ def loop(operands: Operands, scale: float) -> tuple[Tensor, Tensor]:
     def step(S: Tensor, *at_t: Tensor) -> tuple[Tensor, Tensor]:
         return recurrence(S, **dict(zip(tokens, at_t, strict=True)))
 
-    state = first_states(q, state_shape(q, v), initial_state, cu_seqlens)
+    state = copy_states(q, state_shape(q, v), initial_state, cu_seqlens)
     # No token's, but o depends on the states, if nothing else does: under
     # context_parallel every rank takes part in a backward.
     outputs = [state[: len(v), :, :0].transpose(1, 2)]
@@ -113,7 +113,7 @@ def forward(
     scale, chunk_size, _, invariant = options
     q, _, v, *_, initial_state, cu_seqlens = operands
     tokens = widen(*operands[:6])
-    state = first_states(q, state_shape(q, v), initial_state, cu_seqlens)
+    state = copy_states(q, state_shape(q, v), initial_state, cu_seqlens)
     saved = empty_saved(operands, options)
     single_token = v.shape[1] == 1 and not invariant
     if single_token and (nonempty := sequences(cu_seqlens, 1)):

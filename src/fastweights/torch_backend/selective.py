@@ -24,7 +24,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.dtypes import compute_dtype
-from fastweights.packing import Piece, first_states, pack_pieces, sequences
+from fastweights.packing import (
+    Piece,
+    copy_states,
+    pack_pieces,
+    sequences,
+)
 from fastweights.reference.prefix import scan_by_pairs_
 from fastweights.reference.steps import outer, read, scan, selective
 
@@ -151,8 +156,8 @@ def loop(
     y is in the dtype of the arithmetic.
     """
     full, G = compute_dtype(x.dtype), B.shape[2]
-    first = first_states(x, A.shape, initial_state, cu_seqlens)
-    states = list(first.unflatten(1, (G, -1)).split(1))
+    initial_states = copy_states(x, A.shape, initial_state, cu_seqlens)
+    states = list(initial_states.unflatten(1, (G, -1)).split(1))
     rates = A.to(full).unflatten(0, (G, -1))
     tokens = (*in_groups(G, full, x, dt), B.to(full), C.to(full))
     outputs = []
@@ -165,7 +170,9 @@ def loop(
         outputs.append(y.flatten(2))
         states[s] = h.split(1)
     ends = sum(y.shape[1] for y in outputs)
-    y = torch.cat([first.new_zeros(len(x), 0, x.shape[2]), *outputs], 1)
+    y = torch.cat(
+        [initial_states.new_zeros(len(x), 0, x.shape[2]), *outputs], 1
+    )
     if D is not None:
         y = y + D.to(full) * x[:, :ends].to(full)
     y = F.pad(y, (0, 0, 0, x.shape[1] - ends))
@@ -189,7 +196,7 @@ def forward(
     The state that enters each chunk goes into ``states`` unless it is None.
     """
     full, G = compute_dtype(x.dtype), B.shape[2]
-    state = first_states(x, A.shape, initial_state, cu_seqlens)
+    state = copy_states(x, A.shape, initial_state, cu_seqlens)
     y = torch.zeros_like(x, dtype=dtype)  # as after the last sequence
     if states is not None:
         states = states.view(len(x), -1, *A.shape)
@@ -233,7 +240,7 @@ def backward(
     """
     full, G = compute_dtype(x.dtype), B.shape[2]
     dx, ddt, dB, dC = (torch.zeros_like(t) for t in (x, dt, B, C))
-    dh = first_states(x, A.shape, dstate, cu_seqlens)
+    dh = copy_states(x, A.shape, dstate, cu_seqlens)
     states = states.view(len(x), -1, *A.shape)
     A = keys_first(A.to(full), G)
     dA = torch.zeros_like(A)

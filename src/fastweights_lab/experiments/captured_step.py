@@ -67,7 +67,9 @@ class TrainingStep:
         self.optimizer.zero_grad()
         targets = batch.targets.flatten()
         there = (targets != IGNORE).nonzero_static(size=questions)[:, 0]
-        x = self.model.hidden(batch.tokens, last=True)[0].flatten(0, 1)
+        x = self.model.hidden(batch.tokens, return_states=False)[0].flatten(
+            0, 1
+        )
         logits = self.model.logits(x.index_select(0, there))
         targets = targets.index_select(0, there)
         loss = F.cross_entropy(logits, targets)

@@ -90,7 +90,9 @@ def recurrence_inputs(
         for _, layer in layers
     ]
     try:
-        model.hidden(tokens.to(model.embedding.weight.device), last=True)
+        model.hidden(
+            tokens.to(model.embedding.weight.device), return_states=False
+        )
     finally:
         for hook in hooks:
             hook.remove()

@@ -105,7 +105,7 @@ def recalled(
     for texts in planted(stream, distance, rows):
         losses, hits = [], []
         for some in texts.split(at_once):
-            x = model.hidden(some[:, :-1].to(device), last=True)[0]
+            x = model.hidden(some[:, :-1].to(device), return_states=False)[0]
             logits = model.logits(x[:, -DIGITS:]).float()
             wanted = some[:, -DIGITS:].to(device)
             loss = F.cross_entropy(

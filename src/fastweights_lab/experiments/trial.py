@@ -128,7 +128,7 @@ def answers(model: LanguageModel, batch: Batch) -> tuple[Tensor, ...]:
     Logits are made nowhere else.
     """
     there = batch.targets != IGNORE
-    x = model.hidden(batch.tokens, last=True)[0][there]
+    x = model.hidden(batch.tokens, return_states=False)[0][there]
     return model.logits(x), batch.targets[there], batch.groups[there]
 
 

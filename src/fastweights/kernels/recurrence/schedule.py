@@ -213,10 +213,10 @@ class Schedule:
     which the forward makes and the backward is handed; all other tensors
     share one, ``scratch``, that is freed after the last launch.
 
-    On ranks ``exchange`` has the places of the launches from compose_kernel's
-    up to arrive_kernel's. A call does not run these: it hands a function that
-    asks the other ranks compose_kernel's tensors (stages.StatePassing), and
-    three functions, which run compose_kernel, the launches after it, and
+    On ranks ``exchange_launches`` are those from compose_kernel's up to
+    arrive_kernel's. A call does not run these: it hands a function that asks
+    the other ranks compose_kernel's tensors (stages.StatePassing), and three
+    functions, which run compose_kernel, the launches after it, and
     arrive_kernel. The first and the last take other tensors by name.
     """
 
@@ -224,7 +224,7 @@ class Schedule:
     inputs: Sequence[str]
     results: Sequence[TensorSpec]
     saved: Sequence[TensorSpec]
-    exchange: slice | None = None
+    exchange_launches: slice | None = None
     kernels: list[Any] = field(default_factory=list)  # once they are loaded
 
     def __post_init__(self) -> None:
@@ -322,7 +322,7 @@ class Schedule:
             values += numbers
         values += [select(values) for select in self.groups]
         launch = launch_with_scratch if self.tma else launch_all
-        if exchange is None or self.exchange is None:
+        if exchange is None:
             launch(runs, values)
             return results, saved
         tensor_of = dict(zip(self.inputs, inputs, strict=True)) | results
@@ -331,7 +331,21 @@ class Schedule:
             (self.scratch, scratch, scratch_offsets),
         ):
             tensor_of |= tensor_views(*buffer, lengths)
-        compose, arrive = self.exchange.start, self.exchange.stop
+        self.launch_on_rank(launch, runs, values, tensor_of, exchange)
+        return results, saved
+
+    def launch_on_rank(
+        self,
+        launch: Callable[[list, list[Any]], None],
+        runs: list,
+        values: list[Any],
+        tensor_of: dict[str, Any],
+        exchange: Callable[..., None],
+    ) -> None:
+        """Launch all but ``exchange_launches``, and have these exchanged."""
+        asked = self.exchange_launches
+        assert asked is not None
+        compose, arrive = asked.start, asked.stop
         passing = self.launches[compose].arguments[0]
 
         def run_with(n: int, **tensors: Tensor) -> None:
@@ -351,7 +365,6 @@ class Schedule:
             functools.partial(run_with, arrive),
         )
         launch(runs[arrive + 1 :], values)
-        return results, saved
 
 
 def launch_all(runs: list, values: list[Any]) -> None:

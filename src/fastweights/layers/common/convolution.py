@@ -15,14 +15,14 @@ from fastweights.layers.common.layer import CheckedModule
 from fastweights.layers.common.layer_arguments import check_one_of
 from fastweights.layers.common.parts import FactoryOptions
 from fastweights.layers.common.plain_modules import is_plain, source_of
-from fastweights.layers.common.state import LayerState, Offsets, rows_of
+from fastweights.layers.common.state import LayerState, Offsets
 from fastweights.ops.convolution import (
     check_pairs,
     convolve_heads,
     short_convolution,
 )
 
-Inputs = Float[Tensor, "N W-1 C"]
+Past = Float[Tensor, "N W-1 C"]
 
 
 class ShortConvolution(CheckedModule):
@@ -70,17 +70,17 @@ class ShortConvolution(CheckedModule):
         x: Float[Tensor, "B T C"],
         state: LayerState | None = None,
         cu_seqlens: Offsets | None = None,
-    ) -> tuple[Float[Tensor, "B T C"], Inputs]:
+    ) -> tuple[Float[Tensor, "B T C"], Past]:
         """y, and the inputs that the next tokens need."""
-        y, inputs = short_convolution(
+        y, past = short_convolution(
             x,
             self.weight,
             self.bias,
             activation="silu" if self.activation else None,
-            initial_state=inputs_of(state, x),
+            initial_state=past_of(state, x),
             cu_seqlens=cu_seqlens,
         )
-        return y, accepted_inputs(inputs, x, state)
+        return y, accepted_past(past, x, state)
 
 
 PLAIN_CONVOLUTION = source_of(ShortConvolution)
@@ -145,14 +145,14 @@ class HeadsConvolution(CheckedModule):
         Float[Tensor, "B T H K"],
         Float[Tensor, "B T H K"],
         Float[Tensor, "B T HV V"],
-        Inputs | None,
+        Past | None,
     ]:
         """q, k, v, and the inputs that the next tokens need."""
-        inputs = None
+        past = None
         if self.taps is None:
             x = F.silu(x) if self.activation else x
         elif is_plain(self.taps, PLAIN_CONVOLUTION, x.device):
-            q, k, v, inputs = convolve_heads(
+            q, k, v, past = convolve_heads(
                 x,
                 self.taps.weight,
                 self.taps.bias,
@@ -160,36 +160,36 @@ class HeadsConvolution(CheckedModule):
                 sizes=self.sizes,
                 normalize=self.normalize,
                 activation="silu" if self.activation else None,
-                initial_state=inputs_of(state, x),
+                initial_state=past_of(state, x),
                 cu_seqlens=cu_seqlens,
             )
-            return q, k, v, accepted_inputs(inputs, x, state)
+            return q, k, v, accepted_past(past, x, state)
         else:
-            x, inputs = self.taps(x, state, cu_seqlens)
+            x, past = self.taps(x, state, cu_seqlens)
         (H, HV), (K, V) = self.heads, self.sizes
         q, k, v = split_heads(x, (H, K, HV, V))
         if self.normalize:
             q, k = l2norm(q), l2norm(k)
-        return q, k, v, inputs
+        return q, k, v, past
 
 
 PLAIN_HEADS = source_of(HeadsConvolution)
 
 
-def inputs_of(state: LayerState | None, x: Tensor) -> Inputs | None:
+def past_of(state: LayerState | None, x: Tensor) -> Past | None:
     """What a convolution has kept, if there is a state, in x's dtype."""
-    inputs = rows_of(state, "convolution")
-    return None if inputs is None else inputs.to(cast_for_autocast(x)[0].dtype)
+    past = state and state.batch_rows("convolution")
+    return None if past is None else past.to(cast_for_autocast(x)[0].dtype)
 
 
-def accepted_inputs(
-    inputs: Inputs, x: Float[Tensor, "B T C"], state: LayerState | None
-) -> Inputs:
+def accepted_past(
+    past: Past, x: Float[Tensor, "B T C"], state: LayerState | None
+) -> Past:
     """The inputs to keep: those after the last token that is accepted."""
     if state is None or state.accepted is None:
-        return inputs
-    before = state.get("convolution")
-    both = torch.cat([before.to(inputs.dtype), x.to(inputs.dtype)], 1)
-    last = torch.arange(inputs.shape[1], device=x.device)
+        return past
+    before = state.batch_rows("convolution")
+    both = torch.cat([before.to(past.dtype), x.to(past.dtype)], 1)
+    last = torch.arange(past.shape[1], device=x.device)
     index = state.accepted[:, None] + last
     return torch.take_along_dim(both, index[..., None], 1)

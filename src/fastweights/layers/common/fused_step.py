@@ -40,10 +40,10 @@ from fastweights.layers.common.state import LayerState
 from fastweights.ops.backends import choose_backend, record_run
 from fastweights.ranks.group import current_ranks
 
-MAX_ROWS = 256
+MAX_FUSED_SEQUENCES = 256
 """Sequences. With more, products are bound by arithmetic, and BLAS's."""
 
-FEW_ROWS = 16
+MAX_FUSED_TOKENS = 16
 """Tokens in all, of sequences with several each: one tile holds them."""
 
 PLAIN_SEQUENTIAL = source_of(nn.Sequential)
@@ -64,7 +64,7 @@ PLAIN_SOURCES = {
 def fits_fused_step(x: Tensor) -> bool:
     """Whether these tokens may go past their modules."""
     B, T, _ = x.shape
-    fits = B <= MAX_ROWS if T == 1 else B * T <= FEW_ROWS
+    fits = B <= MAX_FUSED_SEQUENCES if T == 1 else B * T <= MAX_FUSED_TOKENS
     return (
         fits
         and x.is_contiguous()
@@ -258,7 +258,7 @@ def fused_layer_step(
         K**-0.5,
         accepted=state.accepted,
         normalize=layer.convolution.normalize,
-        logits=None if a is None else (decay.A_log, decay.dt_bias),
+        decay_parameters=None if a is None else (decay.A_log, decay.dt_bias),
         lower_bound=None if a is None else decay.lower_bound,
         max_beta=0.0 if b is None else 1.0 + layer.allow_neg_eigval,
         ahead=True,

@@ -185,7 +185,7 @@ class Layer(CheckedModule):
         every further one is taken to cost what it costs up to there: nothing,
         or its keys and values.
         """
-        return extrapolate(lambda T: self.outline(T).nbytes, T)
+        return extrapolate(lambda T: self.meta_state(T).nbytes, T)
 
     @property
     def is_remade(self) -> bool:
@@ -197,7 +197,7 @@ class Layer(CheckedModule):
         return is_from_here(type(self).__init__) and is_from_here(self.compute)
 
     @torch.no_grad()
-    def outline(self, T: int) -> LayerState:
+    def meta_state(self, T: int) -> LayerState:
         """A state after T tokens, on a device that holds no numbers.
 
         A layer that is not remade reads T zeros where it is.
@@ -217,10 +217,10 @@ class Layer(CheckedModule):
         """The shape of a row of each field of its states.
 
         Those of the first state that a call has made. Where none has, an
-        outline tells, for which PyTorch loads its compiler.
+        meta state tells, for which PyTorch loads its compiler.
         """
         make = getattr(self, "new_state", None)
-        return _row_shapes(make(1, 1) if make else self.outline(1))
+        return _row_shapes(make(1, 1) if make else self.meta_state(1))
 
 
 def _row_shapes(state: LayerState) -> dict[str, tuple[int, ...]]:
@@ -236,7 +236,9 @@ def compute_by_token(
     way each sequence keeps the one that it has taken in.
     """
     outputs, accepted = [], state.accepted
-    states_kept = {name: state.get(name).clone() for name in state.tensors()}
+    states_kept = {
+        name: state.batch_rows(name).clone() for name in state.tensors()
+    }
     stepped = LayerState(
         **{name: t.clone() for name, t in states_kept.items()}, used=state.used
     )

@@ -34,10 +34,12 @@ def whole_number(name: str, size: float) -> int:
     return round(size)
 
 
-def scaled(name: str, factor: float, num_heads: int = 1, **size: int) -> int:
+def scaled_size(
+    name: str, factor: float, num_heads: int = 1, **size: int
+) -> int:
     """factor * size / num_heads, the integer >= 1 that it has to be.
 
-    V = scaled("expand_v", expand_v, num_heads, dim=dim)
+    V = scaled_size("expand_v", expand_v, num_heads, dim=dim)
     """
     ((base, x),) = size.items()
     per_head = " / num_heads" if num_heads != 1 else ""
@@ -57,7 +59,7 @@ def check_even(name: str, size: int) -> None:
         raise ValueError(f"{name}: got {size}, need an even number")
 
 
-def value_heads(num_v_heads: int | None, num_heads: int) -> int:
+def num_value_heads(num_v_heads: int | None, num_heads: int) -> int:
     """num_v_heads, a multiple of num_heads; num_heads if it is None."""
     if num_v_heads is None:
         return num_heads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, final
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +20,7 @@ from fastweights.ranks.group import current_ranks
 Offsets = Int[Tensor, " N+1"]
 
 
+@final
 @dataclass
 class LayerState:
     """What a layer needs of the past, one row per sequence.
@@ -110,20 +111,20 @@ class LayerState:
             **self.tensors(), used=used, rows=rows, all_inside=all_inside
         )
 
-    def get(self, name: str) -> Tensor:
-        """The field of this name, the rows of a pool copied out.
+    def batch_rows(self, name: str) -> Tensor:
+        """The field of this name, of a pool a copy of the batch's rows.
 
         Raises:
             ValueError: it is not there: the state is another layer's.
         """
-        field = self.field(name)
+        x = self.tensor(name)
         if self.rows is None:
-            return field
-        rows = self.rows if self.all_inside else rows_inside(self.rows, field)
-        return field.index_select(0, rows)
+            return x
+        rows = self.rows if self.all_inside else rows_inside(self.rows, x)
+        return x.index_select(0, rows)
 
-    def field(self, name: str) -> Tensor:
-        """The field of this name, of a pool too, for steps that take rows."""
+    def tensor(self, name: str) -> Tensor:
+        """The field of this name, of a pool the whole of it: its memory."""
         value: Tensor | None = getattr(self, name)
         if value is None:
             raise ValueError(
@@ -269,11 +270,6 @@ def state_to_step(
     return state if x.shape[1] <= MAX_TOKENS else None
 
 
-def rows_of(state: LayerState | None, name: str) -> Tensor | None:
-    """The state's field of this name, None without a state."""
-    return None if state is None else state.get(name)
-
-
 def continue_recurrence(
     q: Float[Tensor, "B T H K"],
     k: Float[Tensor, "B T H K"],
@@ -292,7 +288,7 @@ def continue_recurrence(
     :func:`fastweights.decode_step`, which changes ``state.S`` in place.
     """
     if stepped := state_to_step(state, q, cu_seqlens):
-        S = stepped.field("S")
+        S = stepped.tensor("S")
         o = decode_step(
             q,
             k,
@@ -306,9 +302,9 @@ def continue_recurrence(
             scale=scale,
         )
         return o, S
-    first = rows_of(state, "S")
-    if first is not None:
-        first = first.to(compute_dtype(q.dtype))
+    initial_state = state and state.batch_rows("S")
+    if initial_state is not None:
+        initial_state = initial_state.to(compute_dtype(q.dtype))
     return linear_recurrence(
         q,
         k,
@@ -317,7 +313,7 @@ def continue_recurrence(
         beta,
         erase=erase,
         scale=scale,
-        initial_state=first,
+        initial_state=initial_state,
         cu_seqlens=cu_seqlens,
     )
 
@@ -334,7 +330,7 @@ def token_positions(
     The first of them is token ``start`` of its batch or pack.
     """
     position = torch.arange(start, start + T, device=device)[None]
-    read = rows_of(state, "position")
+    read = state and state.batch_rows("position")
     if cu_seqlens is None:
         return position if read is None else position + read[:, None]
     sequence = sequence_ids(cu_seqlens - start, T)

@@ -61,8 +61,8 @@ def convolve_token(
     x: Float[Tensor, "B 1 C"], taps: Any, state: LayerState
 ) -> Float[Tensor, "B C"]:
     """The short convolution's step, in fp32 (fp64 if x is)."""
-    inputs = torch.cat([state.get("convolution"), x], 1)  # [B, W, C]
-    write_rows(state.field("convolution"), inputs[:, 1:], state.rows)
+    inputs = torch.cat([state.batch_rows("convolution"), x], 1)  # [B, W, C]
+    write_rows(state.tensor("convolution"), inputs[:, 1:], state.rows)
     y = (upcast(inputs) * upcast(taps.weight).mT).sum(1)
     if taps.bias is not None:
         y += taps.bias
@@ -84,10 +84,10 @@ def recurrence(
     q, k = (l2norm(qk) if layer.convolution.normalize else qk).split(H, 2)
     g = None if a is None else layer.decay.forward(a)
     beta = None if b is None else write_strength(b, layer.allow_neg_eigval)
-    S = state.get("S").to(y.dtype)
+    S = state.batch_rows("S").to(y.dtype)
     o = advance(S, *widen(q, k, v, g, beta), scale=K**-0.5)
     if S is not state.S:
-        write_rows(state.field("S"), S, state.rows)
+        write_rows(state.tensor("S"), S, state.rows)
     return o
 
 

@@ -14,7 +14,6 @@ from fastweights import torch_internals
 from fastweights.layers.common.state import (
     LayerState,
     Offsets,
-    rows_of,
     sequence_lengths,
 )
 from fastweights.packing import group_by_length, sequence_ids
@@ -39,7 +38,7 @@ class UnpackedRows:
     ) -> None:
         self.cu_seqlens = cu_seqlens
         self.count = sequence_lengths(x, cu_seqlens, state)
-        self.position: Int[Tensor, " N"] | None = rows_of(state, "position")
+        self.position = state and state.batch_rows("position")
         self.lengths: Int[Tensor, " N"] | None = None
         if cu_seqlens is not None:
             self.lengths = self.count
