@@ -9,7 +9,7 @@ trained over many texts:
     python -m fastweights_lab.experiments.hidden_walls > hidden_walls.json
 
 is the record in ``data``: the network's trained starts, three seeds per way
-of learning. It takes a few minutes on one core.
+of learning. It takes a quarter of an hour on one core.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,12 +36,31 @@ TOKENS, TEXTS, SEEDS = 1024, 32, 3
 CHUNK = 16
 """Tokens that take their gradients at the same weights, in training."""
 
-WAYS = ("steps", "Muon", "frozen")
-"""What is done with a chunk's gradients."""
-
 Keys = Float[Tensor, "*texts T K"]
 Values = Float[Tensor, "*texts T"]
 Memory = Callable[[Sequence[Tensor], Tensor, Tensor], Tensor]
+
+
+class Training(NamedTuple):
+    """How slow weights are trained."""
+
+    way: str = "steps"
+    """Of ``network``."""
+    jumps: bool = False
+    """Whether every text's walls jump once, at a random token."""
+    chunk: int = CHUNK
+
+
+TRAININGS = {
+    "steps": Training(),
+    "Muon": Training("Muon"),
+    "frozen": Training("frozen"),
+    "jumps": Training(jumps=True),
+    "forgets": Training("forgets", jumps=True),
+    "chunks of 64": Training(chunk=64),
+    "chunks of 256": Training(chunk=256),
+}
+"""By their names in the record."""
 
 
 def drawn(
@@ -51,6 +71,15 @@ def drawn(
     normals = F.normalize(normals, dim=-1)
     k = F.normalize(torch.randn(*shape, width, generator=source), dim=-1)
     return k, (k @ normals.mT).sign().mean(-1), normals
+
+
+def drawn_to_jump(*shape: int, source: torch.Generator) -> tuple[Keys, Values]:
+    """Texts [*texts, T], each with new walls from a random token on."""
+    k, v, _ = drawn(*shape, source=source)
+    normals = torch.randn(*shape[:-1], 2, WIDTH, generator=source)
+    later = (k @ normals.mT).sign().mean(-1)
+    at = torch.randint(shape[-1], (*shape[:-1], 1), generator=source)
+    return k, torch.where(torch.arange(shape[-1]) < at, v, later)
 
 
 def network(
@@ -65,16 +94,21 @@ def network(
     Args:
         weights: W1 [..., K, U], b1 [..., 1, U], W2 [..., U, 1], b2
             [..., 1, 1] of W2^T tanh(W1^T k + b1) + b2, and the logs of
-            their rates, [..., 4, 1, 1].
+            their rates, [..., 4, 1, 1]. To forget it takes the logs of four
+            rates of forgetting too.
         k, v: the text.
         chunk: tokens that take their gradients at the same weights.
         way: "steps", the sum of the gradients; "Muon": the sum's singular
             values are set to 1, in the first matrix; "frozen": the first
             matrix and its bias stay as they are, so the hidden units are
-            fixed features.
+            fixed features. "forgets": "steps", and per token each weight
+            goes a part of its way back to its first value.
     """
-    *now, logs = weights
-    rates = logs.exp().unbind(-3)
+    *first, logs = weights[:5]
+    now, rates = first, logs.exp().unbind(-3)
+    kept = [torch.ones(())] * 4
+    if way == "forgets":
+        kept = (-chunk * weights[5].exp()).exp().unbind(-3)
     said = []
     for x, target in zip(k.split(chunk, -2), v.split(chunk, -1), strict=True):
         W1, b1, W2, b2 = now
@@ -93,16 +127,24 @@ def network(
         if way == "frozen":
             steps[:2] = [torch.zeros_like(step) for step in steps[:2]]
         now = [
-            w - rate * step
-            for w, rate, step in zip(now, rates, steps, strict=True)
+            torch.lerp(w0, w, part) - rate * step
+            for w0, w, part, rate, step in zip(
+                first, now, kept, rates, steps, strict=True
+            )
         ]
         said.append(guess[..., 0])
     return torch.cat(said, -1), now
 
 
-def guesses(weights: Sequence[Tensor], k: Keys, v: Values, way: str) -> Values:
-    """Of :func:`network`, alone, in chunks of ``CHUNK``."""
-    return network(weights, k, v, CHUNK, way)[0]
+def guesses(
+    weights: Sequence[Tensor],
+    k: Keys,
+    v: Values,
+    way: str,
+    chunk: int = CHUNK,
+) -> Values:
+    """Of :func:`network`, alone, in chunks."""
+    return network(weights, k, v, chunk, way)[0]
 
 
 def delta_rule(x: Keys, v: Values, rate: Tensor | float) -> Values:
@@ -128,20 +170,26 @@ def best_fit(overlaps: Float[Tensor, "*texts T T"], v: Values) -> Values:
     return v - u * L.diagonal(dim1=-2, dim2=-1)
 
 
-def network_start(source: torch.Generator, way: str = "steps") -> list[Tensor]:
+def network_start(
+    source: torch.Generator, way: str = "steps", chunk: int = CHUNK
+) -> list[Tensor]:
     """An ordinary start, [SEEDS, 1, ...], with a rate per weight."""
     rates = torch.tensor([3.0, 0.01, 0.01, 0.01])
+    rates[0] *= CHUNK / chunk  # a longer chunk adds up more gradients
     if way == "Muon":  # a step's size does not depend on the errors
         rates[0] = 0.05
     if way == "frozen":  # the second matrix alone has to learn
         rates[2:] = 0.02
-    return [
+    start = [
         torch.randn(SEEDS, 1, WIDTH, HIDDEN, generator=source),
         torch.randn(SEEDS, 1, 1, HIDDEN, generator=source) / 2,
         torch.randn(SEEDS, 1, HIDDEN, 1, generator=source) / HIDDEN**0.5,
         torch.zeros(SEEDS, 1, 1, 1),
         rates.log().expand(SEEDS, 1, 4)[..., None, None],
     ]
+    if way == "forgets":  # at first a part of 300 per token
+        start.append(torch.full((SEEDS, 1, 4, 1, 1), -math.log(300)))
+    return start
 
 
 def trained(
@@ -149,6 +197,7 @@ def trained(
     slow: Sequence[Tensor],
     lr: float,
     steps: int,
+    jumps: bool = False,
 ) -> list[Tensor]:
     """The slow weights after training on the guesses of new texts."""
     source = torch.Generator().manual_seed(1)
@@ -156,7 +205,8 @@ def trained(
     optimiser = torch.optim.Adam(slow, lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     for _ in range(steps):
-        k, v, _ = drawn(SEEDS, TEXTS, TOKENS, source=source)
+        draw = drawn_to_jump if jumps else drawn
+        k, v, *_ = draw(SEEDS, TEXTS, TOKENS, source=source)
         losses = (memory(slow, k, v) - v).square().mean((1, 2))
         for x, grad in zip(
             slow, torch.autograd.grad(losses.sum(), slow), strict=True
@@ -203,18 +253,20 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("ways", nargs="*", default=list(WAYS))
+    parser.add_argument("names", nargs="*", default=list(TRAININGS))
     parser.add_argument("--steps", type=int, default=400)
     arguments = parser.parse_args()
     found = {}
-    for way in arguments.ways:
+    for name in arguments.names:
+        way, jumps, chunk = TRAININGS[name]
         slow = trained(
-            functools.partial(guesses, way=way),
-            network_start(torch.Generator().manual_seed(0), way),
+            functools.partial(guesses, way=way, chunk=chunk),
+            network_start(torch.Generator().manual_seed(0), way, chunk),
             0.03,
             arguments.steps,
+            jumps,
         )
-        found[way] = [rounded(x) for x in slow]
+        found[name] = [rounded(x) for x in slow]
     print(json.dumps(found))
 
 
