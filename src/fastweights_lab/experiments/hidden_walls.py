@@ -57,6 +57,7 @@ TRAININGS = {
     "frozen": Training("frozen"),
     "jumps": Training(jumps=True),
     "forgets": Training("forgets", jumps=True),
+    "forgets when surprised": Training("forgets when surprised", jumps=True),
     "chunks of 64": Training(chunk=64),
     "chunks of 256": Training(chunk=256),
 }
@@ -95,20 +96,20 @@ def network(
         weights: W1 [..., K, U], b1 [..., 1, U], W2 [..., U, 1], b2
             [..., 1, 1] of W2^T tanh(W1^T k + b1) + b2, and the logs of
             their rates, [..., 4, 1, 1]. To forget it takes the logs of four
-            rates of forgetting too.
+            rates of forgetting too, and "when surprised" what a mean
+            squared error of 1 adds to them.
         k, v: the text.
         chunk: tokens that take their gradients at the same weights.
         way: "steps", the sum of the gradients; "Muon": the sum's singular
             values are set to 1, in the first matrix; "frozen": the first
             matrix and its bias stay as they are, so the hidden units are
             fixed features. "forgets": "steps", and per token each weight
-            goes a part of its way back to its first value.
+            goes a part of its way back to its first value. "forgets when
+            surprised": the part grows with the errors of the last tokens.
     """
     *first, logs = weights[:5]
     now, rates = first, logs.exp().unbind(-3)
-    kept = [torch.ones(())] * 4
-    if way == "forgets":
-        kept = (-chunk * weights[5].exp()).exp().unbind(-3)
+    kept, surprise = [torch.ones(())] * 4, torch.zeros(())
     said = []
     for x, target in zip(k.split(chunk, -2), v.split(chunk, -1), strict=True):
         W1, b1, W2, b2 = now
@@ -126,6 +127,14 @@ def network(
             steps[0] = newton_schulz(steps[0])
         if way == "frozen":
             steps[:2] = [torch.zeros_like(step) for step in steps[:2]]
+        if way.startswith("forgets"):
+            forgetting = weights[5]
+        if way == "forgets when surprised":
+            square = e2.square().mean(-2, keepdim=True)[..., None, :, :]
+            surprise = torch.lerp(surprise, square, min(chunk / CHUNK, 1))
+            forgetting = (forgetting + weights[6] * surprise).clamp(max=0)
+        if way.startswith("forgets"):
+            kept = (-chunk * forgetting.exp()).exp().unbind(-3)
         now = [
             torch.lerp(w0, w, part) - rate * step
             for w0, w, part, rate, step in zip(
@@ -189,6 +198,9 @@ def network_start(
     ]
     if way == "forgets":  # at first a part of 300 per token
         start.append(torch.full((SEEDS, 1, 4, 1, 1), -math.log(300)))
+    if way == "forgets when surprised":
+        start.append(torch.full((SEEDS, 1, 4, 1, 1), -math.log(1000)))
+        start.append(torch.full((SEEDS, 1, 4, 1, 1), 5.0))
     return start
 
 
