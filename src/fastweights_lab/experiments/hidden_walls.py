@@ -57,7 +57,7 @@ TRAININGS = {
     "frozen": Training("frozen"),
     "jumps": Training(jumps=True),
     "forgets": Training("forgets", jumps=True),
-    "forgets when surprised": Training("forgets when surprised", jumps=True),
+    "surprised": Training("surprised", jumps=True),
     "chunks of 64": Training(chunk=64),
     "chunks of 256": Training(chunk=256),
 }
@@ -83,6 +83,20 @@ def drawn_to_jump(*shape: int, source: torch.Generator) -> tuple[Keys, Values]:
     return k, torch.where(torch.arange(shape[-1]) < at, v, later)
 
 
+def surprised(
+    errors: Float[Tensor, "*texts n 1"], short: Tensor, long: Tensor
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """How much is kept after n tokens, and running means of squared errors.
+
+    The means are over about 16 and 128 tokens. Where the short one is above
+    the long one by half of a value's mean square, all is soon forgotten.
+    """
+    n, square = errors.shape[-2], errors.square().mean(-2, keepdim=True)
+    short = torch.lerp(short, square, min(n / 16, 1))
+    part = (-n * (20 * (short - long) - 10).clamp(max=0).exp()).exp()
+    return part, (short, torch.lerp(long, square, n / 128))
+
+
 def network(
     weights: Sequence[Tensor],
     k: Keys,
@@ -96,20 +110,21 @@ def network(
         weights: W1 [..., K, U], b1 [..., 1, U], W2 [..., U, 1], b2
             [..., 1, 1] of W2^T tanh(W1^T k + b1) + b2, and the logs of
             their rates, [..., 4, 1, 1]. To forget it takes the logs of four
-            rates of forgetting too, and "when surprised" what a mean
-            squared error of 1 adds to them.
+            rates of forgetting too.
         k, v: the text.
         chunk: tokens that take their gradients at the same weights.
         way: "steps", the sum of the gradients; "Muon": the sum's singular
             values are set to 1, in the first matrix; "frozen": the first
             matrix and its bias stay as they are, so the hidden units are
             fixed features. "forgets": "steps", and per token each weight
-            goes a part of its way back to its first value. "forgets when
-            surprised": the part grows with the errors of the last tokens.
+            goes a part of its way back to its first value. "surprised":
+            the same, by :func:`surprised`.
     """
     *first, logs = weights[:5]
     now, rates = first, logs.exp().unbind(-3)
-    kept, surprise = [torch.ones(())] * 4, torch.zeros(())
+    kept, means = [torch.ones(())] * 4, (torch.zeros(()), torch.tensor(0.5))
+    if way == "forgets":
+        kept = (-chunk * weights[5].exp()).exp().unbind(-3)
     said = []
     for x, target in zip(k.split(chunk, -2), v.split(chunk, -1), strict=True):
         W1, b1, W2, b2 = now
@@ -127,14 +142,9 @@ def network(
             steps[0] = newton_schulz(steps[0])
         if way == "frozen":
             steps[:2] = [torch.zeros_like(step) for step in steps[:2]]
-        if way.startswith("forgets"):
-            forgetting = weights[5]
-        if way == "forgets when surprised":
-            square = e2.square().mean(-2, keepdim=True)[..., None, :, :]
-            surprise = torch.lerp(surprise, square, min(chunk / CHUNK, 1))
-            forgetting = (forgetting + weights[6] * surprise).clamp(max=0)
-        if way.startswith("forgets"):
-            kept = (-chunk * forgetting.exp()).exp().unbind(-3)
+        if way == "surprised":
+            part, means = surprised(e2, *means)
+            kept = [part] * 4
         now = [
             torch.lerp(w0, w, part) - rate * step
             for w0, w, part, rate, step in zip(
@@ -198,9 +208,6 @@ def network_start(
     ]
     if way == "forgets":  # at first a part of 300 per token
         start.append(torch.full((SEEDS, 1, 4, 1, 1), -math.log(300)))
-    if way == "forgets when surprised":
-        start.append(torch.full((SEEDS, 1, 4, 1, 1), -math.log(1000)))
-        start.append(torch.full((SEEDS, 1, 4, 1, 1), 5.0))
     return start
 
 
