@@ -1,6 +1,7 @@
 """Memories that look for a wall, against loops and the library."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -89,6 +90,72 @@ def test_the_walls_jump_in_the_middle() -> None:
     assert torch.equal(new_v[:, half:], later)
 
 
+def test_a_text_has_new_walls_from_a_random_token_on() -> None:
+    k, v = hidden_walls.drawn_to_jump(50, 64, source=torch.manual_seed(0))
+    old_k, old_v, _ = hidden_walls.drawn(50, 64, source=torch.manual_seed(0))
+    assert torch.equal(k, old_k)
+    first = [
+        (row.nonzero().flatten().tolist() or [64])[0] for row in v != old_v
+    ]
+    assert min(first) < 16 and max(first) > 40
+    assert set(v.unique().tolist()) == {-1, 0, 1}
+
+
+@pytest.mark.parametrize("chunk", [1, 8])
+def test_weights_go_a_part_of_the_way_back(text, chunk) -> None:
+    parts = [(x[:, :chunk], x[:, chunk : 2 * chunk]) for x in text]
+    (k, later_k), (v, later_v) = parts
+    slow = hidden_walls.network_start(torch.manual_seed(1), "forgets")
+    *first, logs, forgetting = (x[0].double() for x in slow)
+    logs = torch.full_like(logs, 0.05).log()
+    _, once = hidden_walls.network([*first, logs], k, v, chunk)
+    _, twice = hidden_walls.network([*once, logs], later_k, later_v, chunk)
+    _, got = hidden_walls.network(
+        [*first, logs, forgetting],
+        torch.cat([k, later_k], 1),
+        torch.cat([v, later_v], 1),
+        chunk,
+        "forgets",
+    )
+    lost = 1 - math.exp(-chunk / 300)
+    for w0, w1, w2, w in zip(first, once, twice, got, strict=True):
+        torch.testing.assert_close(
+            w, w2 - lost * (w1 - w0), rtol=1e-4, atol=1e-6
+        )
+
+
+def test_much_is_forgotten_where_errors_are_above_those_of_late() -> None:
+    one, steady = torch.ones(2, 1, 1), torch.full((2, 1, 1), 0.3)
+    kept, (short, long) = hidden_walls.surprised(
+        torch.tensor([0.3, 4.0])[:, None, None], steady, steady
+    )
+    assert kept[0] > 0.999 > 0.7 > kept[1]
+    torch.testing.assert_close(short[1], 0.3 + 15.7 / 16 * one[0])
+    torch.testing.assert_close(long[1], 0.3 + 15.7 / 128 * one[0])
+    # with the whole chunk's errors, in one step
+    kept, (short, _) = hidden_walls.surprised(
+        one.expand(2, 16, 1), steady, steady
+    )
+    torch.testing.assert_close(short, one)
+    assert (kept < 1e-6).all()
+
+
+def test_a_surprised_network_learns_as_before_while_nothing_jumps() -> None:
+    record = records.load("hidden_walls")["steps"]
+    start = [torch.tensor(x)[0] for x in record]
+    k, v, _ = hidden_walls.tested(8)
+    plain, _ = hidden_walls.network(start, k, v, 16)
+    other, _ = hidden_walls.network(start, k, v, 16, "surprised")
+    assert (plain - other).square().mean() < 0.02 * v.square().mean()
+    k, v, _ = hidden_walls.jumped(8)
+    plain, _ = hidden_walls.network(start, k, v, 16)
+    other, _ = hidden_walls.network(start, k, v, 16, "surprised")
+    before, after = (
+        hidden_walls.errors(x, v, 128)[4:].mean() for x in (plain, other)
+    )
+    assert after < 0.85 * before
+
+
 def test_the_triangular_solve_is_the_delta_rule(text) -> None:
     k, v = text
     got = hidden_walls.delta_rule(k, v, 0.4)
@@ -98,6 +165,16 @@ def test_the_triangular_solve_is_the_delta_rule(text) -> None:
     # after its step a token's error is 1 - rate of its guess's
     error = (v - after[..., 0, 0]) / (1 - 0.4)
     torch.testing.assert_close(got, v - error)
+
+
+def test_the_triangular_solve_forgets_like_a_loop(text) -> None:
+    k, v = text
+    got = hidden_walls.delta_rule(k, v, 0.4, 0.9)
+    S = torch.zeros_like(k[:, 0])
+    for t in range(24):
+        guess = (S * k[:, t]).sum(-1)
+        torch.testing.assert_close(got[:, t], guess)
+        S = 0.9 * S + 0.4 * (v[:, t] - guess)[:, None] * k[:, t]
 
 
 def test_the_best_fit_is_a_fit_to_each_prefix(text) -> None:
@@ -128,13 +205,15 @@ def test_training_helps(monkeypatch) -> None:
 
 
 def test_the_program_prints_a_record(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(hidden_walls, "TOKENS", 64)
+    monkeypatch.setattr(hidden_walls, "TOKENS", 128)
     monkeypatch.setattr(hidden_walls, "TEXTS", 2)
-    monkeypatch.setattr("sys.argv", ["hidden_walls", "Muon", "--steps", "1"])
+    names = ["Muon", "forgets", "chunks of 64"]
+    monkeypatch.setattr("sys.argv", ["hidden_walls", *names, "--steps", "1"])
     hidden_walls.main()
     found = json.loads(capsys.readouterr().out)
     shipped = records.load("hidden_walls")
-    assert found.keys() <= shipped.keys()
+    assert list(found) == names
+    assert list(shipped) == list(hidden_walls.TRAININGS)
     for name in found:
         shapes = [
             [torch.tensor(x).shape for x in rows]
