@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from support.inputs import member
+from support.inputs import member_inputs
 from support.refused import refused
 from torch._subclasses import FakeTensorMode
 
@@ -81,7 +81,7 @@ def checked(monkeypatch):
 
 
 def inputs(gate="head", **sizes):
-    return member(gate, "delta", T=6, H=1, HV=2, K=3, V=5, **sizes)
+    return member_inputs(gate, "delta", T=6, H=1, HV=2, K=3, V=5, **sizes)
 
 
 def step(q, k, v, g, beta, initial_state):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.inputs import member
+from support.inputs import member_inputs
 
 import fastweights as fw
 from fastweights.fast_weights import (
@@ -20,7 +20,7 @@ B, T, H, K, V = 2, 15, 2, 4, 3
 
 
 def inputs(gate, rule):
-    x = member(gate, rule, B=B, T=T, H=H, HV=H, K=K, V=V)
+    x = member_inputs(gate, rule, B=B, T=T, H=H, HV=H, K=K, V=V)
     rates = x.get("beta", torch.ones(B, T, H, dtype=torch.float64))
     return x, (x["q"], x["k"], x["v"], rates)
 

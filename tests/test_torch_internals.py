@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.inputs import member, results
+from support.inputs import member_inputs, results
 
 import fastweights as fw
 from fastweights import torch_internals
@@ -35,7 +35,7 @@ def without(monkeypatch):
 
 
 def step():
-    return results(fw.linear_recurrence, member("head", "delta", T=20))
+    return results(fw.linear_recurrence, member_inputs("head", "delta", T=20))
 
 
 @pytest.mark.parametrize("module, name", NAMES, ids=[n for _, n in NAMES])

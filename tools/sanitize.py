@@ -26,7 +26,7 @@ from fastweights.ops.convolution import convolve_heads
 from fastweights_lab.lessons import delta, linear, prefix
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from support.inputs import GATES, RULES, member
+from support.inputs import GATES, RULES, member_inputs
 
 # x, dt, A, B, C of the selective scan; with A > 0 it grows, but not for long
 SCANNED = [(2, 50, 20), (2, 50, 20), (20, 5), (2, 50, 5), (2, 50, 5)]
@@ -37,7 +37,7 @@ def run(
 ) -> None:
     lengths = torch.tensor([0, 170, 170, 300], device="cuda")
     kind = {"T": 300, "N": 3, "H": 1, "HV": 2, "K": 60, "V": 100}
-    x = member(gate, rule, strength=strength, **kind)
+    x = member_inputs(gate, rule, strength=strength, **kind)
     x = {name: t.cuda().float() for name, t in x.items()}
     x |= {name: x[name].to(dtype) for name in ("q", "k", "v")}
     x = {name: t.requires_grad_() for name, t in x.items()}

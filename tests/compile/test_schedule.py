@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
-from support.inputs import GATES, RULES, member
+from support.inputs import GATES, RULES, member_inputs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime import _allocation, _async_compile
@@ -97,7 +97,7 @@ def test_a_schedule_has_the_kernels_of_every_length(gate, rule):
     q = torch.empty(0, device="meta")
     found, cuts = {}, set()
     for B, T, K in itertools.product((1, 3), (1, 16, 37, 2100), (33, 64)):
-        x = low(member(gate, rule, B=B, T=T, H=1, HV=3, K=K, V=40))
+        x = low(member_inputs(gate, rule, B=B, T=T, H=1, HV=3, K=K, V=40))
         ends = [(x["initial_state"], None), (None, None)]
         if B == 1:
             ends.append((None, torch.tensor([0, T // 2, T])))
@@ -126,7 +126,7 @@ def test_a_new_length_is_of_a_known_kind(gate, rule):
     stages.forward_schedule.cache_clear()
     stages.backward_schedule.cache_clear()
     for T in range(65, 500, 29):
-        x = low(member(gate, rule, T=T, H=1, HV=1, K=16, V=16))
+        x = low(member_inputs(gate, rule, T=T, H=1, HV=1, K=16, V=16))
         schedules(x, (None, None))
     assert stages.forward_schedule.cache_info().misses == 1
     assert stages.backward_schedule.cache_info().misses == 1
@@ -360,7 +360,7 @@ def test_tensors_of_a_buffer_are_aligned():
 
 def test_a_call_aligns_its_inputs():
     """Slices at any address are copied; what is aligned is not."""
-    inputs = low(member("none", "additive", T=64, H=1, K=64, V=64))
+    inputs = low(member_inputs("none", "additive", T=64, H=1, K=64, V=64))
     x = [inputs[name] for name in "qkv"]
     v = torch.empty(x[2].numel() + 1, dtype=x[2].dtype)[1:]
     v = v.view_as(x[2]).copy_(x[2])
@@ -391,7 +391,7 @@ def test_no_tile_reads_the_next_head(V, BV, tma, rule):
 @pytest.mark.parametrize("gate", GATES)
 def test_data_at_any_address(gate, rule):
     """Where it is aligned, where it is not, and again: the same bits."""
-    x = low(member(gate, rule, T=100, K=64, V=64))
+    x = low(member_inputs(gate, rule, T=100, K=64, V=64))
     do = torch.randn(1, 100, 2, 64, dtype=torch.bfloat16)
 
     def results(place):

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from support.crossed import all_but
-from support.inputs import GATES, RULES, member, results
+from support.inputs import GATES, RULES, member_inputs, results
 
 import fastweights as fw
 from fastweights.kernels.recurrence import backend, schedule, stages
@@ -85,7 +85,7 @@ def test_a_schedule_is_the_call(gate, rule, by_schedule, poison, cut):
     ):
         N = 1 if lengths is None else len(lengths) - 1
         sizes = {"T": 33, "HV": 1, "K": 20, "V": V, "N": N}
-        x = member(gate, rule, dtype=dtype, seed=seed, **sizes)
+        x = member_inputs(gate, rule, dtype=dtype, seed=seed, **sizes)
         options = {"scale": 0.3 + seed, "chunk_size": 16, "backend": "triton"}
         if use == "o":
             x["v"] = x["v"].repeat_interleave(2, 1)[:, ::2]

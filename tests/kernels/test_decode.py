@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from support.crossed import crossed
-from support.inputs import GATES, RULES, member
+from support.inputs import GATES, RULES, member_inputs
 from support.kernel_judge import DEVICES, needs_memory, on_devices
 
 import fastweights as fw
@@ -42,7 +42,10 @@ STRENGTHS = (0.0, -1e-3, -5.0, -10.0, -20.0)
 
 def call(gate="channel", rule="delta", device="cpu", **sizes):
     """A member's inputs as decode_step takes them, all else by keyword."""
-    x = {name: t.to(device) for name, t in member(gate, rule, **sizes).items()}
+    x = {
+        name: t.to(device)
+        for name, t in member_inputs(gate, rule, **sizes).items()
+    }
     return x | {"state": x.pop("initial_state")}
 
 

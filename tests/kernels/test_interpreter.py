@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from support.inputs import member, results
+from support.inputs import member_inputs, results
 
 import fastweights as fw
 from fastweights.kernels.selective import compose
@@ -82,7 +82,7 @@ def test_scans_are_tritons(own, axis, reverse):
 
 def test_whole_calls(own):
     """Tile by tile the same, so bit for bit; of the family and of Mamba."""
-    x = member("channel", "delta", T=20, K=16, dtype=torch.float32)
+    x = member_inputs("channel", "delta", T=20, K=16, dtype=torch.float32)
     torch.manual_seed(0)
     shapes = {"x": (1, 5, 3), "dt": (1, 5, 3), "B": (1, 5, 4), "C": (1, 5, 4)}
     y = {name: torch.randn(shape) for name, shape in shapes.items()}

@@ -13,7 +13,7 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from support.crossed import all_but, crossed
 from support.graphs import in_one_graph
-from support.inputs import GATES, RULES, member, results
+from support.inputs import GATES, RULES, member_inputs, results
 from support.kernel_judge import (
     BUDGET,
     DEVICES,
@@ -249,7 +249,7 @@ def correlated_keys(gate, *, beta, cosine, B=1, T=150, D=64):
     k k^T rounds, the same everywhere, would be all that a test sees.
     """
     assert D == 64
-    x = member(gate, "delta", B=B, T=T, K=D, V=D, strength=-0.03)
+    x = member_inputs(gate, "delta", B=B, T=T, K=D, V=D, strength=-0.03)
     common = x["k"][:, :1].sign() / 8
     own = x["k"] - (x["k"] * common).sum(-1, keepdim=True) * common
     own = F.normalize(own, dim=-1)
@@ -271,7 +271,7 @@ HARD = {
 @crossed(case=CASES, gate=GATES, rule=RULES, seldom=["fixed"])
 def test_the_kernels_are_the_loop(gate, rule, case, device, record_property):
     T, H, HV, K, V, chunk_size, dtype, initial = case
-    x = member(gate, rule, T=T, H=H, HV=HV, K=K, V=V)
+    x = member_inputs(gate, rule, T=T, H=H, HV=HV, K=K, V=V)
     if not initial:
         del x["initial_state"]
     dtype = dtype if device == "cpu" else torch.bfloat16
@@ -289,7 +289,7 @@ def test_the_kernels_are_the_loop(gate, rule, case, device, record_property):
 @on_devices(cpu=["float32"], cuda=["float32", "bfloat16"])
 def test_constant_gates(gate, rule, strength, device, dtype, record_property):
     T, HV = (130, 1) if device == "cpu" else (500, 2)
-    x = member(gate, rule, T=T, K=64, V=64, HV=HV, strength=strength)
+    x = member_inputs(gate, rule, T=T, K=64, V=64, HV=HV, strength=strength)
     budget, label = budget_of(dtype), f"constant gates, {dtype}"
     x = cast(x, dtype, device)
     judge_gates(*judge(x, budget, record_property, label), budget)
@@ -298,14 +298,14 @@ def test_constant_gates(gate, rule, strength, device, dtype, record_property):
 @pytest.mark.parametrize("rule", RULES)
 def test_gates_in_blocks_of_eight(rule):
     """A step leaves 2^-14.4: further than blocks of 16 rows may go."""
-    x = member("channel", rule, T=130, HV=1, K=64, V=64, strength=-10.0)
+    x = member_inputs("channel", rule, T=130, HV=1, K=64, V=64, strength=-10.0)
     judge_gates(*judge(cast(x, torch.float16), HALF), HALF)
 
 
 @pytest.mark.parametrize("gate", ["head", "channel"])
 def test_gates_that_open_again(gate):
     """What is left after a strong gate is as exact as what comes later."""
-    x = member(gate, "delta", T=128, K=64, V=64, strength=-1e-3)
+    x = member_inputs(gate, "delta", T=128, K=64, V=64, strength=-1e-3)
     x["g"][:, :40] = -20
     judge(cast(x, torch.float32), 1e-4)
 
@@ -325,7 +325,7 @@ def test_keys_of_uneven_length(gate, device, dtype, matmul_precision):
     """
     matmul_precision("medium")
     T, D, longest = 150, 64, 300.0 if dtype == torch.float16 else 1000.0
-    x = member(gate, "delta", T=T, K=D, V=D, strength=-0.03)
+    x = member_inputs(gate, "delta", T=T, K=D, V=D, strength=-0.03)
     length = torch.where(torch.arange(T) % 2 == 0, 1.0, longest)[:, None]
     x["k"] = x["k"] * length[..., None]
     x["beta"] = x["beta"] / length**2
@@ -344,7 +344,7 @@ def test_identical_keys_and_a_negative_rate(gate, matmul_precision):
 @on_devices(cpu=["float32"], cuda=["float32", "bfloat16"])
 def test_keys_that_erase_nothing_or_all(gate, device, dtype):
     """Identical keys, some of which erase nothing, and half of others."""
-    x = member(gate, "erase", T=100, K=64, V=33, strength=-0.03)
+    x = member_inputs(gate, "erase", T=100, K=64, V=33, strength=-0.03)
     x["k"] = x["k"][:, :1].sign().expand_as(x["k"]) / 8
     strengths = torch.ones(100, 1, 64)
     strengths[::3], strengths[1::3, :, ::2] = 0, 0
@@ -356,7 +356,9 @@ def test_keys_that_erase_nothing_or_all(gate, device, dtype):
 def test_keys_with_which_a_state_grows(gate, matmul_precision):
     """By 1.618 per token: beyond what the inverse in fp16 has room for."""
     matmul_precision("medium")
-    x = member(gate, "erase", T=64, H=1, HV=1, K=64, V=64, strength=-1e-3)
+    x = member_inputs(
+        gate, "erase", T=64, H=1, HV=1, K=64, V=64, strength=-1e-3
+    )
     x |= take_turns(T=64, K=64, length=1.0)
     judge(cast(x, torch.float32), HALF)
 
@@ -365,14 +367,14 @@ def test_keys_with_which_a_state_grows(gate, matmul_precision):
 @pytest.mark.parametrize("strongest", [-1e15, torch.finfo(torch.float32).min])
 def test_a_gate_a_head_that_shuts(rule, strongest):
     """However strong, it does not drown those after it."""
-    x = member("head", rule, T=100, K=33, V=20, strength=-0.1)
+    x = member_inputs("head", rule, T=100, K=33, V=20, strength=-0.1)
     x["g"][:, 30:33] = strongest
     judge(cast(x, torch.float32), 1e-4)
 
 
 def test_a_gate_a_channel_that_shuts():
     """By fp32's least, which is past fp16, in which gates are summed."""
-    x = member("channel", "delta", T=16, HV=1, strength=-0.1)
+    x = member_inputs("channel", "delta", T=16, HV=1, strength=-0.1)
     x["g"][:, 10:13, :, :3] = torch.finfo(torch.float32).min
     judge(cast(x, torch.float32), 1e-4, chunk_size=16)
 
@@ -381,7 +383,7 @@ def test_a_gate_a_channel_that_shuts():
 @on_devices(cpu=["float16", "float32"], cuda=["float32", "bfloat16"])
 def test_nothing_passes_a_gate_of_minus_infinity(rule, device, dtype):
     """To the bit, though a step of a block is seen as 2^-29, or 2^-56."""
-    x = member("channel", rule, T=64, HV=1, K=33, V=20, strength=-3.0)
+    x = member_inputs("channel", rule, T=64, HV=1, K=33, V=20, strength=-3.0)
     x["g"][:, 22] = -torch.inf
     x = cast(x, dtype, device)
     o, state = fw.linear_recurrence(**x, backend="triton")
@@ -394,14 +396,14 @@ def test_nothing_passes_a_gate_of_minus_infinity(rule, device, dtype):
 @pytest.mark.parametrize("gate", ["head", "channel"])
 def test_chunks_that_decay_too_far_for_fp16(gate):
     """By e^-16, which fp32 could divide by, and still answer in fp16."""
-    x = member(gate, "delta", T=64, HV=1, K=33, V=20, strength=-0.25)
+    x = member_inputs(gate, "delta", T=64, HV=1, K=33, V=20, strength=-0.25)
     judge(cast(x, torch.float16), budget_of(torch.float16))
 
 
 @pytest.mark.parametrize("gate", ["head", "channel"])
 def test_what_a_chunk_leaves_in_fp16(gate):
     """A chunk that decays by 2^-9, and writes nothing itself."""
-    x = member(gate, "additive", T=128, HV=1, K=33, V=20, strength=-0.1)
+    x = member_inputs(gate, "additive", T=128, HV=1, K=33, V=20, strength=-0.1)
     x["v"][:, 64:] = 0.0
     judge(cast(x, torch.float16), budget_of(torch.float16))
 
@@ -411,7 +413,7 @@ def test_what_a_chunk_leaves_in_fp16(gate):
 @pytest.mark.parametrize("strongest", [-5.0, -14.0, -50.0])
 def test_one_strong_gate_a_channel(rule, strongest, device, dtype):
     """In a chunk whose decay still has a bound; the rest hardly forget."""
-    x = member("channel", rule, T=100, K=64, V=33, strength=-1e-3)
+    x = member_inputs("channel", rule, T=100, K=64, V=33, strength=-1e-3)
     x["g"][:, 20] = strongest
     judge(cast(x, dtype, device), HALF)
 
@@ -429,7 +431,7 @@ def test_a_gate_a_channel_at_all_levels(rule, device, dtype, record_property):
     a level of its own, and what is next to a border as exact as the rest.
     """
     T, budget = 64 * len(FOLDS), budget_of(dtype)
-    x = member("channel", rule, T=T, HV=1, K=70, V=33, strength=-1e-3)
+    x = member_inputs("channel", rule, T=T, HV=1, K=70, V=33, strength=-1e-3)
     for i, strength in enumerate(FOLDS):
         own = slice(0, 64) if i % 2 == 0 else slice(64, 70)
         x["g"][:, 64 * i : 64 * (i + 1), :, own] = strength
@@ -442,7 +444,9 @@ def test_a_gate_a_channel_at_all_levels(rule, device, dtype, record_property):
 @on_devices(cpu=["float32"], cuda=["bfloat16"])
 def test_one_value_head_forgets(rule, device, dtype):
     """Of six value heads one decays by e^-300 in a chunk, the rest hardly."""
-    x = member("channel", rule, T=100, H=3, HV=6, K=64, V=33, strength=-1e-3)
+    x = member_inputs(
+        "channel", rule, T=100, H=3, HV=6, K=64, V=33, strength=-1e-3
+    )
     x["g"][:, :, 4] = -5
     judge(cast(x, dtype, device), budget_of(dtype))
 
@@ -453,7 +457,7 @@ def test_packed_sequences(gate, rule, device, dtype, cut, record_property):
     lengths, V, sizes = LENGTHS, 33, (16, 32)
     if device == "cuda":
         lengths, V, sizes = [0, 137, 0, 0, 1, 64, 350, 0], 64, (64, 64)
-    x = member(gate, rule, T=sum(lengths), N=len(lengths), K=64, V=V)
+    x = member_inputs(gate, rule, T=sum(lengths), N=len(lengths), K=64, V=V)
     x, label = cast(x, dtype, device), f"packed, {dtype}"
     given = record_property, label
     options = packed(lengths, torch.int32, device)
@@ -521,7 +525,7 @@ def test_offsets_that_lie_reach_no_other_memory(
     cut(S)
     offsets = torch.tensor([-30, 29, 5, 70])
     sizes = {"T": 40, "N": 3, "HV": 1, "K": 8, "V": 5}
-    x = member(gate, rule, **sizes, dtype=torch.float32)
+    x = member_inputs(gate, rule, **sizes, dtype=torch.float32)
     x = {name: guarded.like(t) for name, t in x.items()}
     names = ("q", "k", "v", "g", "beta", "erase", "initial_state")
     inputs = Operands(*map(x.get, names), guarded.like(offsets))
@@ -535,7 +539,9 @@ def test_offsets_that_lie_reach_no_other_memory(
 
 
 def test_offsets_that_are_not_contiguous():
-    x = member("head", "delta", T=sum(LENGTHS), N=len(LENGTHS), K=33, V=20)
+    x = member_inputs(
+        "head", "delta", T=sum(LENGTHS), N=len(LENGTHS), K=33, V=20
+    )
     offsets = packed(LENGTHS)["cu_seqlens"].repeat_interleave(2)[::2]
     assert not offsets.is_contiguous()
     judge(cast(x, torch.float32), 1e-4, cu_seqlens=offsets)
@@ -573,7 +579,7 @@ def switch(where, value):
 )
 def test_the_precision_of_products_is_the_one_of_the_call(where, values):
     """Whichever of PyTorch's switches was used, and however often."""
-    x = cast(member("head", "delta"), torch.float32)
+    x = cast(member_inputs("head", "delta"), torch.float32)
     names = ("q", "k", "v", "g", "beta")
     found = []
     for value in values:
@@ -598,7 +604,7 @@ def test_segments_are_one_sequence(
     if device == "cuda":
         sizes = {"B": 2, "T": 1000, "H": 2, "HV": 4, "K": 128, "V": 128}
         chunks = 64, 64
-    x = cast(member(gate, rule, **sizes), dtype, device)
+    x = cast(member_inputs(gate, rule, **sizes), dtype, device)
     given = record_property, f"{S} segments, {dtype}"
     judge(x, budget_of(dtype), *given, chunk_size=chunks[0])
     del x["initial_state"]
@@ -612,7 +618,7 @@ def test_segments_that_forget(gate, rule, strength, cut):
     A map of nothing, and states that know nothing of what entered.
     """
     cut(3)
-    x = member(gate, rule, T=330, HV=1, K=24, V=24, strength=strength)
+    x = member_inputs(gate, rule, T=330, HV=1, K=24, V=24, strength=strength)
     judge(cast(x, torch.float32), 1e-4, chunk_size=16)
 
 
@@ -625,7 +631,9 @@ def test_keys_that_do_not_forget(gate, cut):
     alone would leave less than 2^-100.
     """
     cut(3)
-    x = member(gate, "delta", T=330, H=1, HV=1, K=16, V=16, strength=-0.83)
+    x = member_inputs(
+        gate, "delta", T=330, H=1, HV=1, K=16, V=16, strength=-0.83
+    )
     x["k"] = 1.8 * x["k"][:, :1].expand_as(x["k"])
     x["beta"] = torch.ones_like(x["beta"])
     judge(cast(x, torch.float32), 1e-4, chunk_size=16)
@@ -646,7 +654,9 @@ def test_keys_that_take_turns_and_do_not_forget(gate, cut):
     gates alone would leave less than 2^-100 of a segment, and leave 1.01^112.
     """
     cut(3)
-    x = member(gate, "erase", T=330, H=1, HV=1, K=16, V=16, strength=-0.8)
+    x = member_inputs(
+        gate, "erase", T=330, H=1, HV=1, K=16, V=16, strength=-0.8
+    )
     x |= take_turns(T=330, K=16, length=1.8)
     judge(cast(x, torch.float32), 1e-4, chunk_size=16)
 
@@ -658,7 +668,7 @@ def test_segments_of_one_long_sequence_among_short_ones(gate, rule, cut):
     several = [[181, 0, 33, 70], [3, 5, 270, 6], [20, 20, 20, 224]]
     # All of them where a program looks for the most: the others cost time.
     for sizes in several if gate == "head" else several[1:2]:
-        x = member(gate, rule, T=284, N=4, HV=1, K=33, V=33)
+        x = member_inputs(gate, rule, T=284, N=4, HV=1, K=33, V=33)
         judge(cast(x, torch.float32), 1e-4, **packed(sizes), chunk_size=16)
 
 
@@ -667,7 +677,7 @@ def test_tiles_by_descriptors(gate, rule, cut):
     """Of packed sequences in segments: none reads another, or a next head."""
     cut(3)
     lengths = [0, 150, 0, 40]
-    x = member(gate, rule, T=190, N=4, H=1, HV=2, K=64, V=64)
+    x = member_inputs(gate, rule, T=190, N=4, H=1, HV=2, K=64, V=64)
     x = cast(x, torch.float16)
     options = {"scale": 0.3, **packed(lengths)}
     before, _ = judge(x, HALF, **options)
@@ -694,7 +704,7 @@ def test_lengths_that_are_symbols(monkeypatch):
             return compiled(**x)
 
         for T in (16, 70):
-            x = member("none", "delta", T=T, H=1, HV=1, K=32, V=32)
+            x = member_inputs("none", "delta", T=T, H=1, HV=1, K=32, V=32)
             x = cast(x, torch.float32)
             options = {"backend": "triton", "chunk_size": 16}
             found = results(marked, x, **options)
@@ -707,7 +717,7 @@ def test_lengths_that_are_symbols(monkeypatch):
 @some("channel additive", "channel delta")
 def test_one_channel(gate, rule):
     """Its gate is one per head, and has a gradient of its own shape."""
-    x = cast(member(gate, rule, T=20, K=1, V=5), torch.float32)
+    x = cast(member_inputs(gate, rule, T=20, K=1, V=5), torch.float32)
     judge(x, 1e-4, chunk_size=16)
 
 
@@ -715,14 +725,14 @@ def test_one_channel(gate, rule):
 @on_devices(cpu=["float32"], cuda=["bfloat16"])
 def test_gradients_from_one_result(gate, rule, use, device, dtype):
     T, V, size = (40, 33, 16) if device == "cpu" else (140, 64, 64)
-    x = member(gate, rule, T=T, K=64, V=V, strength=-0.01)
+    x = member_inputs(gate, rule, T=T, K=64, V=V, strength=-0.01)
     x = cast(x, dtype, device)
     judge(x, budget_of(dtype), chunk_size=size, use=use)
 
 
 def test_any_subset_of_inputs_may_require_a_gradient():
     sizes = {"T": 17, "HV": 1, "K": 33, "V": 20}
-    x = cast(member("channel", "delta", **sizes), torch.float32)
+    x = cast(member_inputs("channel", "delta", **sizes), torch.float32)
     for count in (0, 1, 5):
         for wanted in itertools.combinations(x, count):
             judge(x, 1e-4, chunk_size=16, wanted=wanted)
@@ -737,7 +747,7 @@ def test_gradients_far_below_one_keep_their_digits(gate, rule, device, dtype):
     Nor after a strong gate, in chunks of bounded decay and in others.
     """
     for strong in (-42.0, -66.0):
-        x = member(gate, rule, T=64, K=33, V=33, strength=-0.02)
+        x = member_inputs(gate, rule, T=64, K=33, V=33, strength=-0.02)
         x["g"][:, 8] = strong
         x = cast(x, dtype, device)
         leaves = [t.requires_grad_() for t in x.values()]
@@ -761,7 +771,7 @@ def test_gradients_far_below_one_keep_their_digits(gate, rule, device, dtype):
 @on_devices(cpu=["float32"], cuda=["bfloat16"])
 def test_gates_that_are_nan(gate, rule, device, dtype):
     """A gate that is NaN is seen from its token on, in the state too."""
-    x = member(gate, rule, T=150, K=33, V=33, strength=-0.02)
+    x = member_inputs(gate, rule, T=150, K=33, V=33, strength=-0.02)
     x["g"][:, 100] = float("nan")
     o, state = fw.linear_recurrence(**cast(x, dtype, device), backend="triton")
     assert not o[:, :64].isnan().any()
@@ -771,7 +781,7 @@ def test_gates_that_are_nan(gate, rule, device, dtype):
 @pytest.mark.parametrize("gate", ["head", "channel"])
 def test_a_gate_above_zero_is_no_other(gate):
     """The documented range ends at 0; what is a little above is right."""
-    x = member(gate, "delta", T=64, K=33, V=33, strength=-0.02)
+    x = member_inputs(gate, "delta", T=64, K=33, V=33, strength=-0.02)
     x["g"][:, 60] = 0.5
     judge(cast(x, torch.float32), 1e-4)
 
@@ -781,7 +791,7 @@ def test_a_gate_above_zero_is_no_other(gate):
 def test_each_stage_is_its_twin(gate, rule, monkeypatch):
     """Each stage of the kernels against the one of its name in PyTorch."""
     C, T, scale = 16, 40, 0.3
-    x = cast(member(gate, rule, T=T, HV=1, K=64, V=33), torch.float32)
+    x = cast(member_inputs(gate, rule, T=T, HV=1, K=64, V=33), torch.float32)
     names = ("q", "k", "v", "g", "beta", "erase", "initial_state")
     torch.manual_seed(1)
     do, dstate = torch.randn_like(x["v"]), torch.randn(1, 1, 64, 33)
@@ -861,7 +871,7 @@ def test_products_on_gpu(
     gate, rule, D, dtype, precision, tol, matmul_precision, record_property
 ):
     matmul_precision(precision)
-    x = member(gate, rule, B=2, T=1000, H=2, HV=4, K=D, V=D)
+    x = member_inputs(gate, rule, B=2, T=1000, H=2, HV=4, K=D, V=D)
     label = f"{dtype} {precision} D{D}, {gate} {rule}"
     budget = HALF if dtype != torch.float32 or precision == "high" else tol
     judge(cast(x, dtype, "cuda"), budget, record_property, label)
@@ -882,7 +892,7 @@ def test_identical_keys_and_a_negative_rate_on_gpu(gate):
 @pytest.mark.parametrize("K, V", [(20, 12), (100, 33), (256, 40)])
 def test_segments_of_other_head_sizes_on_gpu(K, V, cut):
     cut(5)
-    x = member("none", "delta", T=1000, H=1, HV=2, K=K, V=V)
+    x = member_inputs("none", "delta", T=1000, H=1, HV=2, K=K, V=V)
     judge(cast(x, torch.float32, "cuda"), budget_of(torch.float32))
 
 
@@ -896,7 +906,7 @@ def test_runs_are_bitwise_equal(gate, rule, shape):
     triton issue 9871 shows from 160 on.
     """
     B, T, H, HV = shape
-    x = member(gate, rule, B=B, T=T, H=H, HV=HV, K=128, V=128)
+    x = member_inputs(gate, rule, B=B, T=T, H=H, HV=HV, K=128, V=128)
     x = cast(x, torch.bfloat16, "cuda")
     first = run(x)
     for _ in range(50):
@@ -938,7 +948,11 @@ def test_random_configurations_on_gpu(part):
             x |= {"B": 1, "N": len(cuts) + 1}
             ends = [0, *sorted(min(c, x["T"]) for c in cuts), x["T"]]
             options["cu_seqlens"] = torch.tensor(ends).cuda()
-        judge(cast(member(**x), dtype, "cuda"), budget_of(dtype), **options)
+        judge(
+            cast(member_inputs(**x), dtype, "cuda"),
+            budget_of(dtype),
+            **options,
+        )
 
     check()
 
@@ -1025,7 +1039,7 @@ def test_offsets_past_31_bits(gate, rule, size):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_host_sync(dtype):
     """Not even for packed sequences: their offsets stay on the device."""
-    x = member("channel", "delta", T=300, N=3, K=64, V=64)
+    x = member_inputs("channel", "delta", T=300, N=3, K=64, V=64)
     x = {n: t.requires_grad_() for n, t in cast(x, dtype, "cuda").items()}
     cu_seqlens = torch.tensor([0, 0, 100, 100, 300], device="cuda")[1:]
 
@@ -1046,7 +1060,7 @@ def test_no_host_sync(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_captured_call_runs_again(gate, rule, dtype):
     """Forward and backward, captured once, replayed on new values."""
-    x = member(gate, rule, B=2, T=200, K=64, V=64)
+    x = member_inputs(gate, rule, B=2, T=200, K=64, V=64)
     x = {n: t.requires_grad_() for n, t in cast(x, dtype, "cuda").items()}
 
     def step():

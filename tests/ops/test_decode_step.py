@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.graphs import in_one_graph
-from support.inputs import GATES, RULES, explicit, member
+from support.inputs import GATES, RULES, explicit, member_inputs
 from support.refused import refused
 from torch._subclasses import FakeTensor, FakeTensorMode
 
@@ -31,7 +31,7 @@ members = pytest.mark.parametrize(
 
 def call(gate="channel", rule="delta", **sizes):
     """A member's inputs as decode_step takes them, all else by keyword."""
-    x = member(gate, rule, **sizes)
+    x = member_inputs(gate, rule, **sizes)
     return x | {"state": x.pop("initial_state")}
 
 
@@ -71,7 +71,7 @@ def test_every_member_and_length(gate, rule, T, backend):
 @members
 @pytest.mark.parametrize("step", [1, 3, 16])
 def test_prefill_then_decode_is_one_long_prefill(gate, rule, step):
-    x = member(gate, rule, B=2, T=80)
+    x = member_inputs(gate, rule, B=2, T=80)
     state = x.pop("initial_state")
     o_ref, state_ref = fw.linear_recurrence(**x, initial_state=state)
     prompt = part(x, slice(0, 48))
@@ -145,7 +145,7 @@ def documented():
 @pytest.mark.parametrize("name", MEMBERS)
 def test_the_table_says_what_each_member_passes(name):
     """Each line of it continues what the member has begun."""
-    x = member("channel", "delta", B=2, T=12, H=2, HV=4)
+    x = member_inputs("channel", "delta", B=2, T=12, H=2, HV=4)
     x["logits"] = torch.randn(2, 12, 4, dtype=torch.float64)
     x |= {"b": torch.rand_like(x["k"]), "w": torch.rand_like(x["v"])}
     x["p"] = torch.rand_like(x["g"]) * x["k"].repeat_interleave(2, 2)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from support.inputs import member
+from support.inputs import member_inputs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import local_map
@@ -23,7 +23,7 @@ def mesh():
 def test_heads_on_two_devices(mesh):
     """Each has its own: there is nothing to communicate."""
     assert "experimental.local_map" in fw.linear_recurrence.__doc__
-    x = member("head", "delta", T=20, H=2, HV=4)
+    x = member_inputs("head", "delta", T=20, H=2, HV=4)
     x = [x[n].requires_grad_() for n in ("q", "k", "v", "g", "beta")]
     heads, states = [Shard(2)], [Shard(1)]
     sharded = local_map(

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from support.graphs import in_one_graph
-from support.inputs import GATES, RULES, member
+from support.inputs import GATES, RULES, member_inputs
 from support.invariance_cases import EDGES, check
 
 import fastweights as fw
@@ -41,7 +41,7 @@ def test_a_graph_knows_it(inside, monkeypatch):
             return fw.linear_recurrence(**x)
 
     monkeypatch.setattr(torch_backend, "forward", noted)
-    x = member("head", "delta", T=9)
+    x = member_inputs("head", "delta", T=9)
     with in_one_graph(call, most=3 - inside) as compiled:
         compiled(**x)
         with fw.invariant():

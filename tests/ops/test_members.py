@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from support.inputs import member
+from support.inputs import member_inputs
 from support.refused import refused
 
 import fastweights as fw
@@ -30,7 +30,7 @@ MEMBERS = {
 
 def inputs(name):
     gate, rule, _ = MEMBERS[name]
-    return member(gate, rule, B=B, T=T, H=H, HV=H, K=K, V=V)
+    return member_inputs(gate, rule, B=B, T=T, H=H, HV=H, K=K, V=V)
 
 
 @pytest.mark.parametrize("backend", ["loop", "torch"])
@@ -285,7 +285,7 @@ NEED = {
 )
 def test_member_refuses_a_gate_of_another_width(name, gate):
     x = inputs(name)
-    g = member(gate, "additive", B=B, T=T, H=H, HV=H, K=K)["g"]
+    g = member_inputs(gate, "additive", B=B, T=T, H=H, HV=H, K=K)["g"]
     with pytest.raises(ValueError) as error:
         getattr(fw, name)(**(x | {"g": g}))
     assert (

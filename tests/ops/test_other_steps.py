@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inputs import member
+from support.inputs import member_inputs
 
 import fastweights as fw
 from fastweights import feature_maps
@@ -18,7 +18,7 @@ double = {"dtype": torch.float64}
 
 def mlstm():
     """Inputs, the whole, a step, an empty state; a gate of -inf among them."""
-    x = member("head", "additive", B=3, T=13, H=2, HV=4, K=6, V=5)
+    x = member_inputs("head", "additive", B=3, T=13, H=2, HV=4, K=6, V=5)
     del x["initial_state"]
     x["i"] = 3 * torch.randn(3, 13, 4, **double)
     x["i"][:, 0, 1] = x["i"][:, 7, 2] = x["g"][:, 9, 3] = -torch.inf
@@ -30,7 +30,7 @@ def mlstm():
 
 
 def normalised():
-    x = member("none", "additive", B=3, T=13, H=2, HV=4, K=6, V=5)
+    x = member_inputs("none", "additive", B=3, T=13, H=2, HV=4, K=6, V=5)
     del x["initial_state"]
     options = {"feature_map": feature_maps.elu1, "eps": 1e-3}
 
@@ -64,7 +64,7 @@ def selective(G):
 
 
 def delta():
-    x = member("channel", "delta", B=3, T=13, H=2, HV=4, K=6, V=5)
+    x = member_inputs("channel", "delta", B=3, T=13, H=2, HV=4, K=6, V=5)
     empty = torch.zeros_like(x.pop("initial_state"))
     return x, fw.linear_recurrence, fw.decode_step, (empty,)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.crossed import crossed, pairs
-from support.inputs import GATES, RULES, explicit, member, results, same
+from support.inputs import GATES, RULES, explicit, member_inputs, results, same
 from support.refused import refused
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
@@ -84,7 +84,7 @@ def test_it_is_its_equations(
         offsets = [round(T * part) for part in pack]
         options = {"cu_seqlens": torch.tensor(offsets, dtype=index)}
         sizes |= {"B": 1, "N": len(pack) - 1}
-    x = member(*kind, **{"B": 2} | sizes, T=T)
+    x = member_inputs(*kind, **{"B": 2} | sizes, T=T)
     if x["k"].shape[-1] == 1:  # or nothing is left of the initial state
         x |= {name: x[name] / 32 for name in ("beta", "erase") if name in x}
     ref = results(separately if pack else explicit, x, use=use, **options)
@@ -98,7 +98,7 @@ def test_it_is_its_equations(
 @members
 def test_views_are_copied_once_for_forward_and_backward(gate, rule):
     """What is kept for the backward is the copy; results stay the same."""
-    x = member(gate, rule, T=20)
+    x = member_inputs(gate, rule, T=20)
     views = {name: scattered(t) for name, t in x.items()}
     same(
         results(fw.linear_recurrence, views),
@@ -118,7 +118,7 @@ def test_views_are_copied_once_for_forward_and_backward(gate, rule):
 @backends
 @pytest.mark.parametrize("scale", [None, 2, 0.1, np.float32(0.5), 0.0])
 def test_any_scale_is_the_definitions(backend, scale):
-    x = member("head", "delta", T=20)
+    x = member_inputs("head", "delta", T=20)
     ref = explicit(**x, scale=scale and float(scale))
     o = fw.linear_recurrence(**x, scale=scale, backend=backend)
     torch.testing.assert_close(o, ref)
@@ -127,7 +127,7 @@ def test_any_scale_is_the_definitions(backend, scale):
 @backends
 @members
 def test_no_initial_state_is_zeros(gate, rule, backend):
-    x = member(gate, rule, B=2, T=18)
+    x = member_inputs(gate, rule, B=2, T=18)
     state = x.pop("initial_state")
     o = fw.linear_recurrence(**x, backend=backend)
     zeros = torch.zeros_like(state)
@@ -138,7 +138,7 @@ def test_no_initial_state_is_zeros(gate, rule, backend):
 @backends
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_any_subset_of_inputs_may_require_a_gradient(count, backend):
-    x = member("channel", "delta", T=20)
+    x = member_inputs("channel", "delta", T=20)
     ref = results(explicit, x)
     for wanted in itertools.combinations(x, count):
         o = results(fw.linear_recurrence, x, wanted=wanted, backend=backend)
@@ -147,7 +147,7 @@ def test_any_subset_of_inputs_may_require_a_gradient(count, backend):
 
 
 def test_packed_sequences_start_from_zeros():
-    x = member("channel", "delta", T=30)
+    x = member_inputs("channel", "delta", T=30)
     del x["initial_state"]
     cu_seqlens = torch.tensor([0, 12, 12, 30])
     o, state = fw.linear_recurrence(**x, cu_seqlens=cu_seqlens)
@@ -167,7 +167,7 @@ WIDTHS = {
 @crossed(**WIDTHS, strength=(0.0, -1e-3, -5.0, -10.0, -20.0, "mixed"))
 def test_gates_of_every_strength_chunk_by_chunk(strength, gate, rule, dtype):
     """Against the loop in fp64, which other tests hold to the equations."""
-    x = member(gate, rule, T=135, strength=strength, dtype=dtype)
+    x = member_inputs(gate, rule, T=135, strength=strength, dtype=dtype)
     wide = {name: t.double() for name, t in x.items()}
     ref = results(fw.linear_recurrence, wide, backend="loop")
     tolerance = EXACT if dtype == torch.float64 else 1e-4
@@ -182,7 +182,7 @@ def test_gates_of_every_strength_chunk_by_chunk(strength, gate, rule, dtype):
 @crossed(**WIDTHS, clear=(-800.0, -1e4, -1e6, -1e9, -3e38, -np.inf))
 def test_gates_around_one_that_clears_the_state(clear, gate, rule, dtype):
     """In a running sum that is too narrow they would be lost."""
-    x = member(gate, rule, T=100, strength=-0.1, dtype=dtype)
+    x = member_inputs(gate, rule, T=100, strength=-0.1, dtype=dtype)
     x["g"][:, [10, 11, 40, 70]] = clear
     wide = {name: t.double() for name, t in x.items()}
     ref = results(explicit, wide)
@@ -194,7 +194,7 @@ def test_gates_around_one_that_clears_the_state(clear, gate, rule, dtype):
 @backends
 @pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
 def test_identical_keys(beta, backend):
-    x = member("head", "delta", T=80, strength=-0.01)
+    x = member_inputs("head", "delta", T=80, strength=-0.01)
     x["k"] = x["k"][:, :1].expand_as(x["k"])
     x["beta"] = torch.full_like(x["beta"], beta)
     ref = results(explicit, x)
@@ -202,7 +202,7 @@ def test_identical_keys(beta, backend):
 
 
 def test_beta_none_is_not_beta_one():
-    x = member("none", "delta", T=20)
+    x = member_inputs("none", "delta", T=20)
     ones = x | {"beta": torch.ones_like(x["beta"])}
     del x["beta"]
     additive, delta = (fw.linear_recurrence(**y)[0] for y in (x, ones))
@@ -231,7 +231,7 @@ def test_narrow_inputs_keep_their_dtype_and_the_budget(
     dtypes, gate, rule, backend
 ):
     dtype, gates = NARROW[dtypes]
-    x = member(gate, rule, T=70, H=2, HV=4, K=20, V=12, dtype=dtype)
+    x = member_inputs(gate, rule, T=70, H=2, HV=4, K=20, V=12, dtype=dtype)
     x |= {name: x[name].to(gates) for name in ("g", "beta") if name in x}
     wide = {name: t.double() for name, t in x.items()}
     ref = results(fw.linear_recurrence, wide, backend="loop")
@@ -246,7 +246,7 @@ def test_narrow_inputs_keep_their_dtype_and_the_budget(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_grouped_gradients_are_summed_before_they_are_rounded(dtype):
-    x = member("fixed", "additive", T=40, H=1, HV=8, dtype=dtype)
+    x = member_inputs("fixed", "additive", T=40, H=1, HV=8, dtype=dtype)
     wide = {name: t.float() for name, t in x.items()}
     ref = results(fw.linear_recurrence, wide)
     o = results(fw.linear_recurrence, x)
@@ -269,7 +269,7 @@ def test_autocast_narrows_q_k_v_and_nothing_else(dtype, backend):
 
     dtype = getattr(torch, dtype)
     products = dtype if dtype == torch.float64 else torch.bfloat16
-    x = member("channel", "delta", T=70, dtype=torch.float32)
+    x = member_inputs("channel", "delta", T=70, dtype=torch.float32)
     names = x if dtype == torch.float64 else ("q", "k", "v")
     x |= {name: x[name].to(dtype) for name in names}
     ref = results(by_hand, x, backend=backend)
@@ -280,7 +280,7 @@ def test_autocast_narrows_q_k_v_and_nothing_else(dtype, backend):
 
 
 def test_a_backward_under_autocast_narrows_nothing():
-    x = member("channel", "delta", T=70, dtype=torch.float32)
+    x = member_inputs("channel", "delta", T=70, dtype=torch.float32)
     x = {name: t.requires_grad_() for name, t in x.items()}
     o, state = fw.linear_recurrence(**x)
     loss = o.sum() + state.sum()
@@ -291,7 +291,7 @@ def test_a_backward_under_autocast_narrows_nothing():
 
 
 def test_autocast_joins_operands_of_different_dtypes():
-    x = member("head", "delta", T=20, dtype=torch.float32)
+    x = member_inputs("head", "delta", T=20, dtype=torch.float32)
     x["k"] = x["k"].bfloat16()
     with pytest.raises(TypeError, match=r"k: got torch\.bfloat16"):
         fw.linear_recurrence(**x)
@@ -302,7 +302,7 @@ def test_autocast_joins_operands_of_different_dtypes():
 
 @pytest.mark.parametrize("gate, rule", [x for x in MEMBERS if x[0] != "fixed"])
 def test_operator_passes_opcheck(gate, rule):
-    x = member(gate, rule, T=37, H=2, HV=4, dtype=torch.float32)
+    x = member_inputs(gate, rule, T=37, H=2, HV=4, dtype=torch.float32)
     x = {name: t.requires_grad_() for name, t in x.items()}
     names = ("q", "k", "v", "g", "beta", "erase", "initial_state")
     arguments = (*map(x.get, names), None, 0.5, 16, "torch", False)
@@ -329,7 +329,7 @@ class Seen(TorchDispatchMode):
 
 @pytest.mark.filterwarnings("ignore")  # tracing is deprecated
 def test_what_looks_at_operators_sees_ours():
-    x = member("channel", "delta", T=20)
+    x = member_inputs("channel", "delta", T=20)
     with Seen() as mode:
         expected = results(fw.linear_recurrence, x)
         with torch.no_grad():
@@ -348,7 +348,7 @@ def test_what_looks_at_operators_sees_ours():
 @pytest.mark.parametrize("gradient", [False, True])
 def test_a_trace_has_the_operator_and_passes_its_own_check(gradient):
     """The check traces once more, without gradients."""
-    x = member("head", "delta", T=20)
+    x = member_inputs("head", "delta", T=20)
     x["q"].requires_grad_(gradient)
 
     def function(q):
@@ -366,7 +366,7 @@ def test_fake_tensors_stay_fake():
     with FakeTensorMode() as mode:
         x = {
             name: mode.from_tensor(t).requires_grad_()
-            for name, t in member("head", "delta", T=20).items()
+            for name, t in member_inputs("head", "delta", T=20).items()
         }
         o, state = fw.linear_recurrence(**x)
         grads = torch.autograd.grad(o.sum() + state.sum(), list(x.values()))
@@ -375,7 +375,7 @@ def test_fake_tensors_stay_fake():
 
 
 def test_a_negative_view_is_its_values():
-    x = member("head", "delta", T=20)
+    x = member_inputs("head", "delta", T=20)
     negative = torch.complex(x["v"], -x["v"]).conj().imag
     assert negative.is_neg()
     with torch.no_grad():
@@ -402,7 +402,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_are_refused_but_by_the_loop(name, grad):
-    x = member("channel", "delta", T=20)
+    x = member_inputs("channel", "delta", T=20)
 
     def o(q, backend):
         return fw.linear_recurrence(**x | {"q": q}, backend=backend)[0].sum()
@@ -423,7 +423,7 @@ def test_transforms_are_refused_but_by_the_loop(name, grad):
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_it_runs_where_forward_mode_has_nothing_to_do_with_it(grad):
-    x = member("channel", "delta", T=20)
+    x = member_inputs("channel", "delta", T=20)
     ref = results(fw.linear_recurrence, x)
     with torch.set_grad_enabled(grad), forward_ad.dual_level():
         if grad:
@@ -432,7 +432,7 @@ def test_it_runs_where_forward_mode_has_nothing_to_do_with_it(grad):
 
 
 def test_tests_can_ask_which_backend_ran():
-    x = member("channel", "delta", T=20)
+    x = member_inputs("channel", "delta", T=20)
     with ops.record_backends() as ran:
         results(fw.linear_recurrence, x)
         assert ran == ["torch forward", "torch backward"]
@@ -444,7 +444,7 @@ def test_tests_can_ask_which_backend_ran():
 
 
 def test_records_may_be_closed_in_any_order():
-    x = member("channel", "delta", T=20)
+    x = member_inputs("channel", "delta", T=20)
     first, second = ops.record_backends(), ops.record_backends()
     early, late = first.__enter__(), second.__enter__()
     fw.linear_recurrence(**x)
@@ -457,7 +457,7 @@ def test_records_may_be_closed_in_any_order():
 
 
 def test_a_record_of_all_threads():
-    x = member("channel", "delta", T=20)
+    x = member_inputs("channel", "delta", T=20)
     call = functools.partial(fw.linear_recurrence, **x)
     with ops.record_backends() as ran:
         other = threading.Thread(target=call, kwargs={"backend": "loop"})
@@ -468,7 +468,7 @@ def test_a_record_of_all_threads():
 
 
 def test_second_derivatives_are_refused_but_by_the_loop():
-    x = member("channel", "delta", T=20)
+    x = member_inputs("channel", "delta", T=20)
     q = x.pop("q").requires_grad_()
     for backend in BACKENDS:
         o, _ = fw.linear_recurrence(q, **x, backend=backend)
@@ -492,7 +492,7 @@ def test_activation_checkpointing(use_reentrant):
             use_reentrant=use_reentrant,
         )
 
-    x = member("channel", "delta", T=40)
+    x = member_inputs("channel", "delta", T=40)
     ref = results(fw.linear_recurrence, x)
     with ops.record_backends() as ran:
         same(results(again, x), ref, 0.0)
@@ -504,7 +504,7 @@ def test_activation_checkpointing(use_reentrant):
 @pytest.mark.parametrize("rule", RULES)
 def test_a_fixed_gate_of_as_many_heads_as_tokens(rule, backend):
     """Its decays go by heads, though [HV] is also [T]."""
-    x = member("fixed", rule, T=5, HV=5)
+    x = member_inputs("fixed", rule, T=5, HV=5)
     same(
         results(fw.linear_recurrence, x, backend=backend),
         results(explicit, x),
@@ -514,7 +514,7 @@ def test_a_fixed_gate_of_as_many_heads_as_tokens(rule, backend):
 
 def test_the_loop_reads_offsets():
     """A CPU's in any case, and others where their numbers are."""
-    x = member("channel", "delta", T=20, N=2, dtype=torch.float32)
+    x = member_inputs("channel", "delta", T=20, N=2, dtype=torch.float32)
     x = {n: x[n].to("meta") for n in ("q", "k", "v", "g", "beta")}
     with pytest.raises(ValueError, match=r"^cu_seqlens: got a tensor"):
         fw.linear_recurrence(**x, cu_seqlens=meta(3).long(), backend="loop")
@@ -619,7 +619,9 @@ chunk_size=64.0
 
 @refused(REFUSED)
 def test_bad_calls_name_the_argument_and_what_it_needs(wrong, error):
-    x = member("head", "delta", T=6, H=2, HV=4, K=3, dtype=torch.float32)
+    x = member_inputs(
+        "head", "delta", T=6, H=2, HV=4, K=3, dtype=torch.float32
+    )
     del x["initial_state"]
     fw.linear_recurrence(**x)
     with error():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inputs import GATES, RULES, member
+from support.inputs import GATES, RULES, member_inputs
 
 from fastweights.checks import relative_error
 from fastweights.reference import chunkwise, steps
@@ -52,7 +52,7 @@ def test_unit_lower_inverse_bears_keys_that_are_nearly_parallel(inverse):
 @pytest.mark.parametrize("gate", GATES[2:])
 @pytest.mark.parametrize("chunk_size", [1, 8, 16, 24, 64])
 def test_chunkwise_is_the_loop(gate, rule, chunk_size):
-    x = member(gate, rule, B=2, T=37, H=2, HV=2)
+    x = member_inputs(gate, rule, B=2, T=37, H=2, HV=2)
     if gate == "head":
         x["g"] = x["g"][..., None]
     state = x.pop("initial_state")
@@ -70,7 +70,7 @@ def test_chunkwise_is_the_loop(gate, rule, chunk_size):
 @pytest.mark.parametrize("strength", [-10.0, -20.0])
 @pytest.mark.parametrize("gate", GATES[2:])
 def test_strong_gates_keep_their_gradient_in_fp32(gate, strength):
-    x = member(gate, "delta", T=40, H=2, HV=2, strength=strength)
+    x = member_inputs(gate, "delta", T=40, H=2, HV=2, strength=strength)
     if gate == "head":
         x["g"] = x["g"][..., None]
     grads = []

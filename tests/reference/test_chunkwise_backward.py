@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.inputs import RULES, member
+from support.inputs import RULES, member_inputs
 
 from fastweights.checks import relative_error
 from fastweights.reference import chunkwise, chunkwise_backward, steps
@@ -19,7 +19,7 @@ rules = pytest.mark.parametrize("rule", RULES)
 def inputs(gate, rule, **options):
     """q, k, v, g [B, T, H, 1 or K], beta, erase or None, initial state."""
     options = {"B": 2, "T": 37, "H": 2, "HV": 2} | options
-    x = member(gate, rule, **options)
+    x = member_inputs(gate, rule, **options)
     if gate == "head":
         x["g"] = x["g"][..., None]
     return {name: x.get(name) for name in NAMES}

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inputs import explicit, member, results, same
+from support.inputs import explicit, member_inputs, results, same
 
 from fastweights.checks import relative_error
 from fastweights.reference import parallel
@@ -107,7 +107,9 @@ def test_bidirectional_linear_attention_sums_over_all_keys(scale):
 @pytest.mark.parametrize("strength", ["mixed", 0.0, -1e-3, -5.0, -20.0])
 @pytest.mark.parametrize("gate", ["none", "head", "channel"])
 def test_parallel_is_the_recurrence(gate, strength):
-    x = member(gate, "additive", B=2, T=33, H=2, HV=2, strength=strength)
+    x = member_inputs(
+        gate, "additive", B=2, T=33, H=2, HV=2, strength=strength
+    )
     del x["initial_state"]
 
     def form(g=None, **x):

@@ -16,7 +16,7 @@ RULES = ("additive", "delta", "erase")
 Results = dict[str, Tensor]
 
 
-def member(
+def member_inputs(
     gate: str,
     rule: str,
     *,

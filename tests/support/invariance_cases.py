@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import fastweights as fw
-from support.inputs import member
+from support.inputs import member_inputs
 
 EDGES = "initial_state", "dstate"
 Tensors = dict[str, Tensor]
@@ -18,7 +18,7 @@ def drawn(gate, rule, edges, B, T, seed, dtype, device, **sizes) -> Tensors:
     Gates are weak: what enters a segment is seen behind it.
     """
     sizes["dtype"] = torch.float32
-    x = member(gate, rule, B=B, T=T, seed=seed, **sizes)
+    x = member_inputs(gate, rule, B=B, T=T, seed=seed, **sizes)
     x["do"] = torch.randn_like(x["v"])
     x["dstate"] = torch.randn_like(x["initial_state"])
     if "g" in x:

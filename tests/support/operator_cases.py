@@ -12,7 +12,7 @@ import fastweights as fw
 from fastweights.deep import mesa
 from fastweights.ops.convolution import convolve_heads, short_convolution
 from support.graphs import in_one_graph
-from support.inputs import member
+from support.inputs import member_inputs
 
 K, V = 4, 3
 Inputs = dict[str, Tensor]
@@ -32,20 +32,20 @@ class Operator:
 
 def family(gate: str, rule: str) -> Operator:
     def draw(T: int, N: int) -> Inputs:
-        return member(gate, rule, T=T, N=N, H=1, HV=2, K=K, V=V)
+        return member_inputs(gate, rule, T=T, N=N, H=1, HV=2, K=K, V=V)
 
     whole = ("initial_state", "g") if gate == "fixed" else ("initial_state",)
     return Operator(draw, fw.linear_recurrence, whole)
 
 
 def mlstm(T: int, N: int) -> Inputs:
-    x = member("head", "delta", T=T, K=K, V=V)
+    x = member_inputs("head", "delta", T=T, K=K, V=V)
     x.pop("initial_state")
     return x | {"i": x.pop("beta")}
 
 
 def normalised(T: int, N: int) -> Inputs:
-    x = member("none", "additive", T=T, K=K, V=V)
+    x = member_inputs("none", "additive", T=T, K=K, V=V)
     return {name: x[name] for name in "qkv"} | {"q": x["q"].abs()}
 
 
@@ -67,7 +67,7 @@ def selective(T: int, N: int) -> Inputs:
 
 
 def solved(T: int, N: int) -> Inputs:
-    x = member("head", "delta", T=T, H=2, K=K, V=V)
+    x = member_inputs("head", "delta", T=T, H=2, K=K, V=V)
     x.pop("initial_state")
     x["q"] = F.normalize(x["q"], dim=-1)
     return x | {"ridge": torch.rand(2, K) + 0.5}
