@@ -11,21 +11,31 @@ with the forward's maps.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fastweights.ranks.group import Ranks
 from fastweights.ranks.prefix import prefix_over_ranks, suffix_over_ranks
-from fastweights.ranks.shard import shard_of, where_rows
+from fastweights.ranks.shard import Shard, shard_of, where_rows
+
+
+class StatePassing(Protocol):
+    """The tensors of compose_kernel: what stages.StatePassing names."""
+
+    entering: Tensor
+    borders: Tensor
+    leaving: Tensor
+    maps: Tensor | None
+    products: Tensor | None
 
 
 class Exchange:
     """The exchange of one call, by its method ``forward`` or ``backward``.
 
-    Both take compose_kernel's tensors, a stages.StatePassing, and the launches
-    that are left to them as schedule.Schedule says. ``maps`` are those that
+    Both take compose_kernel's tensors, and the launches that are left to them
+    as schedule.Schedule says. ``maps`` are those that
     prefix_over_ranks returns, ``last`` is the state that leaves the last rank
     if maps are gathered, and ``dstate`` this rank's part in its gradient. If
     it is ``invariant``, equal ranks of a batch compose in turn: see
@@ -47,7 +57,7 @@ class Exchange:
         self.ranks, self.maps, self.dstate = ranks, maps, dstate
         self.invariant, own = invariant, ranks.tokens
         self.T = q.shape[1] if own is None else own[ranks.rank]
-        self.shard: Any = None
+        self.shard: Shard | None = None
         if cu_seqlens is not None:
             self.shard = shard_of(ranks, q, self.T, cu_seqlens)
         equal = len(set(ranks.counts(self.T))) == 1
@@ -71,7 +81,7 @@ class Exchange:
 
     def forward(
         self,
-        passing: Any,
+        passing: StatePassing,
         compose: Callable[..., None],
         overlap: Callable[[], None],
         arrive: Callable[..., None],
@@ -102,7 +112,7 @@ class Exchange:
 
     def backward(
         self,
-        passing: Any,
+        passing: StatePassing,
         compose: Callable[..., None],
         overlap: Callable[[], None],
         arrive: Callable[..., None],
@@ -149,7 +159,7 @@ class Exchange:
 
     def compose_all(
         self,
-        passing: Any,
+        passing: StatePassing,
         compose: Callable[..., None],
         state: Tensor,
         order: range,

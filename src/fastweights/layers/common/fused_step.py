@@ -113,7 +113,7 @@ def are_plain(x: Tensor, modules: Sequence[nn.Module | None]) -> bool:
 
 
 def is_plain_layer(
-    layer: Layer,
+    layer: Any,
     layer_class: type[Layer],
     x: Tokens,
     modules: Sequence[nn.Module | None],
@@ -187,7 +187,7 @@ def norm_eps(norm: nn.RMSNorm, x: Tensor) -> float:
 def fused_layer_step(
     x: Tokens,
     norm: nn.RMSNorm,
-    layer: Any,
+    layer: step_in_torch.FusedLayer,
     layer_class: type[Layer],
     state: LayerState,
     modules: Sequence[nn.Module | None],
@@ -199,7 +199,7 @@ def fused_layer_step(
 
     Args:
         x, norm: the residual stream, and the norm before the layer.
-        layer: with a convolution, a decay, a norm, an o_proj.
+        layer: whose state it is.
         layer_class: the class whose layers this function stands for.
         state: one that the layer has made, or a pool of them.
         modules: the projection to q, k and v, then the others.
@@ -244,9 +244,11 @@ def fused_layer_step(
     )
     a, b, gate = split_gates(*others)
     q, k, v = qkv.split([H * K, H * K, HV * V], -1)
-    decay = layer.decay
-    if a is not None and decay.channels > 1:
-        a = a.unflatten(-1, (HV, K))
+    gates: dict[str, Any] = {}
+    if layer.decay is not None:
+        gates["decay_parameters"] = layer.decay.A_log, layer.decay.dt_bias
+        gates["lower_bound"] = layer.decay.lower_bound
+        a = a.unflatten(-1, (HV, K)) if layer.decay.channels > 1 else a
     o = decode(
         q.unflatten(-1, (H, K)),
         k.unflatten(-1, (H, K)),
@@ -258,8 +260,7 @@ def fused_layer_step(
         K**-0.5,
         accepted=state.accepted,
         normalize=layer.convolution.normalize,
-        decay_parameters=None if a is None else (decay.A_log, decay.dt_bias),
-        lower_bound=None if a is None else decay.lower_bound,
+        **gates,
         max_beta=0.0 if b is None else 1.0 + layer.allow_neg_eigval,
         ahead=True,
     )

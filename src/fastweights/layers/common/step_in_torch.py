@@ -8,7 +8,7 @@ them. Values are rounded in fewer places than the modules', as the kernels'.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +17,24 @@ from torch import Tensor, nn
 
 from fastweights.dtypes import upcast
 from fastweights.heads import l2norm
+from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.layer import Tokens
-from fastweights.layers.common.parts import write_strength
+from fastweights.layers.common.parts import Decay, OutputNorm, write_strength
 from fastweights.layers.common.state import LayerState
 from fastweights.ops.rows import write_rows
 from fastweights.torch_backend.decode import advance, widen
+
+
+class FusedLayer(Protocol):
+    """A layer that :func:`.fused_step.fused_layer_step` takes a step of."""
+
+    convolution: HeadsConvolution
+    norm: OutputNorm
+    o_proj: nn.Linear
+    allow_neg_eigval: bool
+
+    @property
+    def decay(self) -> Decay | None: ...
 
 
 def norm_and_project(
@@ -70,7 +83,7 @@ def convolve_token(
 
 
 def recurrence(
-    layer: Any,
+    layer: FusedLayer,
     qkv: Float[Tensor, "B 1 C"],
     a: Tensor | None,
     b: Tensor | None,
@@ -82,7 +95,7 @@ def recurrence(
     qk, v = y[:, : 2 * H * K], y[:, 2 * H * K :].view(-1, 1, HV, V)
     qk = qk.view(-1, 1, 2 * H, K)
     q, k = (l2norm(qk) if layer.convolution.normalize else qk).split(H, 2)
-    g = None if a is None else layer.decay.forward(a)
+    g = None if layer.decay is None or a is None else layer.decay.forward(a)
     beta = None if b is None else write_strength(b, layer.allow_neg_eigval)
     S = state.batch_rows("S").to(y.dtype)
     o = advance(S, *widen(q, k, v, g, beta), scale=K**-0.5)
@@ -92,7 +105,10 @@ def recurrence(
 
 
 def project_output(
-    x: Tokens, o: Float[Tensor, "B 1 HV V"], gate: Tensor | None, layer: Any
+    x: Tokens,
+    o: Float[Tensor, "B 1 HV V"],
+    gate: Tensor | None,
+    layer: FusedLayer,
 ) -> Tokens:
     """x + o_proj(norm(o, gate))."""
     norm = layer.norm
