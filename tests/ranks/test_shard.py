@@ -31,7 +31,7 @@ def test_what_enters_a_rank_is_what_its_sequence_had_before():
         state = None  # of the sequence that passes a border
         for rank, (start, end) in enumerate(itertools.pairwise(borders)):
             last = rank == len(tokens) - 1
-            s = shard_of_pack(cu, start, end, last)
+            s = shard_of_pack(None, cu, start, end, last)
             own = s.cu_seqlens.tolist()
             found = [
                 list(range(start + a, start + b))

@@ -33,7 +33,7 @@ class Shard(NamedTuple):
     that goes on, and that one.
     """
 
-    ranks: Any  # Ranks; None in a plan
+    ranks: Ranks
     cu_seqlens: Int[Tensor, " N+1"] | None  # of the rank's own tokens
     begins: Bool[Tensor, " N"]  # whose first token is here
     ends: Bool[Tensor, " N"]  # whose last one is
@@ -114,12 +114,15 @@ def shard_of(
     if is_readable(cu_seqlens):
         check_offsets(cu_seqlens.tolist(), sum(counts))
     start = ranks.start(T)
-    shard = shard_of_pack(cu_seqlens, start, start + T, last)
-    return shard._replace(ranks=ranks)
+    return shard_of_pack(ranks, cu_seqlens, start, start + T, last)
 
 
 def shard_of_pack(
-    cu_seqlens: Int[Tensor, " N+1"], start: int, end: int, last: bool
+    ranks: Ranks,
+    cu_seqlens: Int[Tensor, " N+1"],
+    start: int,
+    end: int,
+    last: bool,
 ) -> Shard:
     """The shard of a pack's tokens from start up to end, maybe none.
 
@@ -136,7 +139,8 @@ def shard_of_pack(
         return row, (first[row] < border) & (border < stop[row])
 
     offsets = (cu_seqlens - start).clamp(0, end - start)
-    return Shard(None, offsets, begins, ends, *crossing(start), *crossing(end))
+    borders = *crossing(start), *crossing(end)
+    return Shard(ranks, offsets, begins, ends, *borders)
 
 
 def run_over_ranks(
