@@ -25,7 +25,7 @@ COMPILED = (
     "compile",
     "ops",
     "deep/test_chunk_loop.py",
-    "layers/test_sdpa.py",
+    "layers/test_causal_attention.py",
     "ops/test_decode_step.py",
     "test_torch_internals.py",
 )

@@ -10,9 +10,9 @@ Tensors are [B, T, H, D], in fp64, fp32, fp16 or bf16, and states fp32.
 
 from fastweights import feature_maps
 from fastweights.compat import accelerate
-from fastweights.ops.backends import choose_backend
+from fastweights.ops.common.backends import choose_backend
+from fastweights.ops.common.invariance import invariant
 from fastweights.ops.decode import decode_step
-from fastweights.ops.invariance import invariant
 from fastweights.ops.members import (
     comba,
     deltanet,

@@ -50,7 +50,7 @@ class OperatorOptions(NamedTuple):
     scale: float
     chunk_size: int = DEFAULT_CHUNK_SIZE
     backend: str = "auto"  # as the caller has it
-    invariant: bool = False  # ops.invariance
+    invariant: bool = False  # ops.common.invariance
 
 
 def check_arguments(

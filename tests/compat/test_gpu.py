@@ -17,7 +17,7 @@ import torch
 import fastweights as fw
 from fastweights.checks import relative_error
 from fastweights.compat import transformers as ours
-from fastweights.ops.backends import record_backends
+from fastweights.ops.common.backends import record_backends
 
 pytest.importorskip("transformers")
 from support.compat_cases import (

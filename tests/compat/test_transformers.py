@@ -34,7 +34,7 @@ from support.compat_cases import (
 import fastweights as fw
 from fastweights import compat
 from fastweights.checks import relative_error
-from fastweights.ops.backends import record_backends
+from fastweights.ops.common.backends import record_backends
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()

@@ -16,7 +16,7 @@ from fastweights import deep
 from fastweights.checks import relative_error
 from fastweights.layers import lact, titans, ttt
 from fastweights.layers.common import unpacked_rows
-from fastweights.ops import any_length
+from fastweights.ops.common import any_length
 
 DOUBLE = {"dtype": torch.float64}
 # The chunks, segments and windows of layer_cases have 3 to 7 tokens, or 20.

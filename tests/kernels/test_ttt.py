@@ -9,7 +9,7 @@ from support.operator_cases import OpChecks
 
 from fastweights import ops
 from fastweights.deep import ttt
-from fastweights.ops import backends
+from fastweights.ops.common import backends
 
 TRITON = ["triton forward", "triton backward"]
 HALF = {"o": 5e-3, "state": 5e-3, "drate": 2e-2, "dstep_scale": 2e-2}

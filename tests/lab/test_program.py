@@ -17,6 +17,7 @@ import torch
 import fastweights as fw
 from fastweights import ops
 from fastweights.models import LanguageModel, ModelConfig
+from fastweights.ops.common import backends
 from fastweights_lab import program
 from fastweights_lab.commands import generate, info
 from fastweights_lab.program import COMMANDS, main
@@ -371,13 +372,12 @@ def test_a_backend_is_the_one_that_runs(name):
 )
 def test_a_gpus_backends(capability, dtype, name, runs, monkeypatch):
     pytest.importorskip("triton")
-    of = ops.backends
-    of._missing_for_triton.cache_clear()
+    backends._missing_for_triton.cache_clear()
     cuda = torch.cuda
     monkeypatch.setattr(cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(fw.torch_internals, "warn_untested", lambda: None)
     device = torch.device("cuda")
     found, why = info.backend(info.operators()[name], device, dtype)
-    of._missing_for_triton.cache_clear()
+    backends._missing_for_triton.cache_clear()
     assert found == runs and bool(why) == (runs != "triton")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import fastweights as fw
 from fastweights import torch_internals
 from fastweights.checks import relative_error
-from fastweights.ops.backends import _missing_for_triton, _warn_once
+from fastweights.ops.common.backends import _missing_for_triton, _warn_once
 
 
 def test_auto_is_torch_on_a_cpu():
@@ -121,7 +121,7 @@ def test_keys_wider_than_the_kernels_get_torch_and_are_told_once(
             return fw.decode_step(q, k, v, state=state, **others, **backend)
         return fw.linear_recurrence(q, k, v, g, beta, **backend)[0]
 
-    choice = "fastweights.ops.backends.choose_backend"
+    choice = "fastweights.ops.common.backends.choose_backend"
     monkeypatch.setattr(choice, lambda *_: "triton")
     reason = "kernels need K <= 256, not 320$"
     with pytest.warns(UserWarning, match=reason):

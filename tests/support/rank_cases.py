@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastweights as fw
 from fastweights.models import next_tokens
-from fastweights.ops.backends import record_backends
+from fastweights.ops.common.backends import record_backends
 from fastweights.ops.convolution import convolve_heads, short_convolution
 from fastweights.ranks import prefix
 from fastweights.ranks.group import current_ranks

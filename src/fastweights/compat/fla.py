@@ -34,6 +34,7 @@ from fastweights.arguments import (
 from fastweights.compat.packed import offsets_of
 from fastweights.dtypes import compute_dtype, upcast
 from fastweights.heads import l2norm
+from fastweights.ops.common.registration import needs_gradient
 from fastweights.ops.decode import MAX_TOKENS, decode_step
 from fastweights.ops.members import (
     clamp_gate,
@@ -41,7 +42,6 @@ from fastweights.ops.members import (
     gated_deltanet2_operands,
 )
 from fastweights.ops.recurrence import linear_recurrence
-from fastweights.ops.registration import needs_gradient
 
 __all__ = [
     "chunk_comba",

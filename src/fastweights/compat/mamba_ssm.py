@@ -25,9 +25,9 @@ from fastweights.arguments import (
 )
 from fastweights.compat.packed import offsets_of
 from fastweights.dtypes import compute_dtype
+from fastweights.ops.common.registration import needs_gradient
 from fastweights.ops.decode import decode_step
 from fastweights.ops.recurrence import linear_recurrence
-from fastweights.ops.registration import needs_gradient
 from fastweights.ops.selective import selective_scan, selective_step
 
 __all__ = [

@@ -12,7 +12,8 @@ here the tokens of a chunk go together, in products of matrices. Mesa's
 weights are the optimum of a sum of squares, which it solves for. The code is
 PyTorch's own, for any device, and torch.compile takes it in one graph, with
 one step for all chunks of TTT and Titans from PyTorch 2.13 on; where a graph
-is for any length they are one operator (:mod:`fastweights.ops.any_length`).
+is for any length they are one operator
+(:mod:`fastweights.ops.common.any_length`).
 Whole mini-batches of TTT-Linear and the steps of MesaNet's solver have a
 Triton kernel besides.
 

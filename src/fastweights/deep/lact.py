@@ -26,7 +26,7 @@ from fastweights.deep.network_arguments import (
 from fastweights.deep.newton_schulz import EPS, newton_schulz
 from fastweights.deep.optimisers import unit_columns
 from fastweights.dtypes import compute_dtype, without_autocast
-from fastweights.ops import any_length
+from fastweights.ops.common import any_length
 from fastweights.ranks.group import refuse_ranks
 
 Weights = Sequence[Tensor]

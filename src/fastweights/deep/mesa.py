@@ -25,9 +25,9 @@ from fastweights.deep.network_arguments import (
     check_state,
 )
 from fastweights.dtypes import DTYPES, compute_dtype, without_autocast
-from fastweights.ops.backends import KernelOrTorch
-from fastweights.ops.flops import tell_counters
-from fastweights.ops.invariance import is_invariant
+from fastweights.ops.common.backends import KernelOrTorch
+from fastweights.ops.common.flops import tell_counters
+from fastweights.ops.common.invariance import is_invariant
 from fastweights.ops.mesa import SOLVE, kernel_takes
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ops.recurrence_operator import RECURRENCE

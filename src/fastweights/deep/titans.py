@@ -33,7 +33,7 @@ from fastweights.deep.network_arguments import (
 )
 from fastweights.dtypes import compute_dtype, without_autocast
 from fastweights.fast_weights import factor
-from fastweights.ops import any_length
+from fastweights.ops.common import any_length
 from fastweights.ranks.group import refuse_ranks
 
 

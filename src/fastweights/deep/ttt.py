@@ -34,9 +34,9 @@ from fastweights.deep.network_arguments import (
     check_state,
 )
 from fastweights.dtypes import compute_dtype, without_autocast
-from fastweights.ops import any_length
-from fastweights.ops.backends import KernelOrTorch
-from fastweights.ops.registration import needs_gradient
+from fastweights.ops.common import any_length
+from fastweights.ops.common.backends import KernelOrTorch
+from fastweights.ops.common.registration import needs_gradient
 from fastweights.ops.ttt import TTT, kernel_takes
 from fastweights.ranks.group import refuse_ranks
 

@@ -8,16 +8,20 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fastweights.arguments import check_sizes
+from fastweights.layers.common.causal_attention import (
+    Heads,
+    attend_causally,
+    attention,
+)
 from fastweights.layers.common.fused_step import (
     is_plain_layer,
     norm_and_project,
     project_and_add,
 )
+from fastweights.layers.common.gates_and_norm import FactoryOptions, OutputNorm
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import check_input, head_size
-from fastweights.layers.common.parts import FactoryOptions, OutputNorm
 from fastweights.layers.common.rotary import rotary
-from fastweights.layers.common.sdpa import Heads, attend_causally, attention
 from fastweights.layers.common.state import (
     LayerState,
     Offsets,
@@ -25,7 +29,7 @@ from fastweights.layers.common.state import (
     token_positions,
 )
 from fastweights.layers.common.unpacked_rows import UnpackedRows
-from fastweights.ops.rows import rows_inside, rows_to_write
+from fastweights.ops.common.rows import rows_inside, rows_to_write
 from fastweights.ranks.group import current_ranks, token_offset
 from fastweights.ranks.shard import shard_of
 
@@ -148,7 +152,7 @@ class SoftmaxAttention(Layer):
         small. With gradients, packed sequences and no state, as in training,
         none is made, which would wait for the device: None is returned in
         its place, and memory grows with T
-        (:func:`fastweights.layers.common.sdpa.packed_attention`).
+        (:func:`fastweights.layers.common.causal_attention.packed_attention`).
         """
         o, after = self._attend(self.qkv_proj(x), state, cu_seqlens)
         if self.g_proj is not None:

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from fastweights.heads import l2norm
 from fastweights.layers.common.convolution import HeadsConvolution
+from fastweights.layers.common.gates_and_norm import (
+    FactoryOptions,
+    OutputNorm,
+    write_strength,
+)
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     check_one_of,
     head_size,
     scaled_size,
-)
-from fastweights.layers.common.parts import (
-    FactoryOptions,
-    OutputNorm,
-    write_strength,
 )
 from fastweights.layers.common.state import (
     LayerState,

@@ -7,17 +7,17 @@ from torch import nn
 
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.fused_step import fused_layer_step
+from fastweights.layers.common.gates_and_norm import (
+    Decay,
+    FactoryOptions,
+    OutputNorm,
+    write_strength,
+)
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     head_size,
     num_value_heads,
     scaled_size,
-)
-from fastweights.layers.common.parts import (
-    Decay,
-    FactoryOptions,
-    OutputNorm,
-    write_strength,
 )
 from fastweights.layers.common.state import (
     LayerState,

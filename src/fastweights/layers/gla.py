@@ -8,13 +8,13 @@ from torch import nn
 
 from fastweights.dtypes import upcast
 from fastweights.layers.common.convolution import HeadsConvolution
-from fastweights.layers.common.layer import Layer, Tokens
-from fastweights.layers.common.layer_arguments import scaled_size
-from fastweights.layers.common.parts import (
+from fastweights.layers.common.gates_and_norm import (
     FactoryOptions,
     OutputNorm,
     low_rank,
 )
+from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.layer_arguments import scaled_size
 from fastweights.layers.common.state import (
     LayerState,
     Offsets,

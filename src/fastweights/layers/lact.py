@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from fastweights.deep import lact
 from fastweights.dtypes import upcast
+from fastweights.layers.common.gates_and_norm import FactoryOptions, OutputNorm
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     check_even,
     head_size,
     scaled_size,
 )
-from fastweights.layers.common.parts import FactoryOptions, OutputNorm
 from fastweights.layers.common.rotary import rotary
 from fastweights.layers.common.state import (
     LayerState,
@@ -25,7 +25,7 @@ from fastweights.layers.common.state import (
     token_positions,
 )
 from fastweights.layers.common.unpacked_rows import UnpackedRows
-from fastweights.layers.common.window import window_attention
+from fastweights.layers.common.window_attention import window_attention
 
 
 class LaCT(Layer):

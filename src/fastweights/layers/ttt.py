@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from fastweights.deep import ttt
 from fastweights.dtypes import upcast
 from fastweights.heads import split_heads
+from fastweights.layers.common.gates_and_norm import FactoryOptions
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import check_even, head_size
-from fastweights.layers.common.parts import FactoryOptions
 from fastweights.layers.common.rotary import rotary
 from fastweights.layers.common.state import (
     LayerState,

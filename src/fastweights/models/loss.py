@@ -32,7 +32,7 @@ from fastweights.dtypes import (
     upcast,
     without_autocast,
 )
-from fastweights.ops.registration import registered
+from fastweights.ops.common.registration import registered
 from fastweights.packing import sequence_ids
 from fastweights.ranks.group import current_ranks, token_offset
 

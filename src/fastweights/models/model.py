@@ -505,8 +505,8 @@ class LanguageModel(CheckedModule):
 
         Two per multiplication and addition in products of matrices, as
         PyTorch's FlopCounterMode counts them with
-        :mod:`fastweights.ops.flops`: softmax attention's scores as a full
-        square, and what is elementwise not at all. A training step takes
+        :mod:`fastweights.ops.common.flops`: softmax attention's scores as a
+        full square, and what is elementwise not at all. A training step takes
         three times as many.
         """
         from torch.utils.flop_counter import FlopCounterMode

@@ -6,16 +6,17 @@
 #   recurrence           linear_recurrence; the way of a call to the kernels
 #   recurrence_operator  it as an operator, of whole sequences
 #   recurrence_on_ranks  it of sequences that ranks share
-#   decode, rows         a few tokens in place, also in rows of a pool
+#   decode               a few tokens in place, also in rows of a pool
 # Beside it:
 #   convolution, output_norm         what layers have before and behind it
 #   selective                        Mamba's scan
 #   ttt, mesa                        deep's calls that have a kernel
-# Below them:
+# Below them, in common:
 #   backends, invariance             which one runs, and in which order it adds
 #   registration, any_length, flops  what PyTorch is told of an operator
+#   rows                             which rows of a pool a batch has
 
-from fastweights.ops.backends import choose_backend, record_backends
+from fastweights.ops.common.backends import choose_backend, record_backends
 from fastweights.ops.recurrence import linear_recurrence
 
 __all__ = ["choose_backend", "linear_recurrence", "record_backends"]

@@ -35,14 +35,14 @@ from fastweights.arguments import (
 )
 from fastweights.dtypes import without_autocast
 from fastweights.heads import empty_heads
-from fastweights.ops.backends import (
+from fastweights.ops.common.backends import (
     KERNEL_OR_TORCH,
     KernelOrTorch,
     check_backend,
     choose_backend,
     record_run,
 )
-from fastweights.ops.registration import Operator
+from fastweights.ops.common.registration import Operator
 from fastweights.packing import num_sequences
 from fastweights.ranks.group import current_ranks
 from fastweights.ranks.shard import run_over_ranks, shard_of

@@ -30,14 +30,14 @@ from fastweights.dtypes import (
     without_autocast,
 )
 from fastweights.heads import per_value_head, state_shape
-from fastweights.ops.backends import (
+from fastweights.ops.common.backends import (
     Backend,
     check_backend,
     record_run,
     recurrence_backend,
 )
-from fastweights.ops.registration import past_dispatcher, registered
-from fastweights.ops.rows import (
+from fastweights.ops.common.registration import past_dispatcher, registered
+from fastweights.ops.common.rows import (
     Rows,
     check_rows_of_states,
     rows_inside,

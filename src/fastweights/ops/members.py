@@ -32,7 +32,7 @@ from fastweights.arguments import (
 )
 from fastweights.dtypes import cast_for_autocast, compute_dtype, upcast
 from fastweights.heads import per_value_head
-from fastweights.ops.backends import Backend
+from fastweights.ops.common.backends import Backend
 from fastweights.ops.normaliser import (
     check_normalised,
     recurrence_with_normaliser,

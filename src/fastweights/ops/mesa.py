@@ -9,8 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastweights.ops.backends import network_backend, record_run, widest_head
-from fastweights.ops.registration import registered
+from fastweights.ops.common.backends import (
+    network_backend,
+    record_run,
+    widest_head,
+)
+from fastweights.ops.common.registration import registered
 
 MAX_K = 128
 """The widest head of the kernel; fp32: half of it."""

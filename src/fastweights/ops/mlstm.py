@@ -12,7 +12,9 @@ from torch import Tensor
 from fastweights.arguments import check_dim, check_gate, check_number
 from fastweights.dtypes import MIN_LOG_DECAY, cast_for_autocast, compute_dtype
 from fastweights.heads import state_shape
-from fastweights.ops.backends import Backend
+from fastweights.ops.common.backends import Backend
+from fastweights.ops.common.registration import registered
+from fastweights.ops.common.rows import Rows, rows_inside, write_rows
 from fastweights.ops.members import Keys, PerHead, Values
 from fastweights.ops.normaliser import (
     StateAndNormaliser,
@@ -21,8 +23,6 @@ from fastweights.ops.normaliser import (
     normalised_step,
     recurrence_with_normaliser,
 )
-from fastweights.ops.registration import registered
-from fastweights.ops.rows import Rows, rows_inside, write_rows
 from fastweights.packing import (
     copy_states,
     num_sequences,

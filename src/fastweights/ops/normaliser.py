@@ -20,11 +20,11 @@ from fastweights.dtypes import (
     compute_dtype,
     without_autocast,
 )
-from fastweights.ops.backends import Backend, recurrence_backend
+from fastweights.ops.common.backends import Backend, recurrence_backend
+from fastweights.ops.common.rows import Rows, check_rows_of_states
 from fastweights.ops.decode import decode_step, narrow_dtypes
 from fastweights.ops.recurrence_on_ranks import recurrence_over_ranks
 from fastweights.ops.recurrence_operator import local_recurrence
-from fastweights.ops.rows import Rows, check_rows_of_states
 from fastweights.packing import num_sequences
 from fastweights.ranks.group import Ranks, min_tokens, refuse_ranks
 

@@ -25,14 +25,14 @@ from fastweights.arguments import (
     wrong_shape,
 )
 from fastweights.dtypes import DTYPES, upcast
-from fastweights.ops.backends import (
+from fastweights.ops.common.backends import (
     KERNEL_OR_TORCH,
     KernelOrTorch,
     check_backend,
     choose_backend,
     record_run,
 )
-from fastweights.ops.registration import Operator
+from fastweights.ops.common.registration import Operator
 
 Activation = Literal["silu", "sigmoid"]
 ACTIVATIONS = (*get_args(Activation), None)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fastweights.arguments import Operands
 from fastweights.dtypes import cast_for_autocast
-from fastweights.ops.backends import Backend
+from fastweights.ops.common.backends import Backend
 from fastweights.ops.recurrence_on_ranks import recurrence_over_ranks
 from fastweights.ops.recurrence_operator import local_recurrence
 from fastweights.ranks.group import current_ranks
@@ -130,7 +130,7 @@ def linear_recurrence(
     With ``FASTWEIGHTS_CHECK=1`` in the environment when fastweights is
     imported, values are checked too: see
     :func:`fastweights.arguments.check_values`. FLOP counters count what
-    :mod:`fastweights.ops.flops` says. DTensors go through
+    :mod:`fastweights.ops.common.flops` says. DTensors go through
     ``torch.distributed.tensor.experimental.local_map``, sharded over heads:
     Shard(2) of what has tokens, Shard(1) of the states.
     """

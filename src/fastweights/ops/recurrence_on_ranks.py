@@ -20,13 +20,13 @@ from fastweights.arguments import (
 )
 from fastweights.dtypes import without_autocast
 from fastweights.heads import state_shape
-from fastweights.ops.backends import (
+from fastweights.ops.common.backends import (
     Backend,
     check_backend,
     record_run,
     recurrence_backend,
 )
-from fastweights.ops.invariance import is_invariant
+from fastweights.ops.common.invariance import is_invariant
 from fastweights.ops.recurrence_operator import (
     Results,
     backend_module,

@@ -21,15 +21,15 @@ from fastweights.arguments import (
 )
 from fastweights.dtypes import compute_dtype, without_autocast
 from fastweights.heads import per_value_head, state_shape
-from fastweights.ops import flops
-from fastweights.ops.backends import (
+from fastweights.ops.common import flops
+from fastweights.ops.common.backends import (
     Backend,
     check_backend,
     record_run,
     recurrence_backend,
 )
-from fastweights.ops.invariance import is_invariant
-from fastweights.ops.registration import Operator
+from fastweights.ops.common.invariance import is_invariant
+from fastweights.ops.common.registration import Operator
 from fastweights.packing import copy_states
 from fastweights.torch_backend import recurrence as torch_backend
 

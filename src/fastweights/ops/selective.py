@@ -35,20 +35,20 @@ from fastweights.dtypes import (
     compute_dtype,
     without_autocast,
 )
-from fastweights.ops.backends import (
+from fastweights.ops.common.backends import (
     Backend,
     check_backend,
     choose_backend,
     record_run,
 )
-from fastweights.ops.decode import MAX_TOKENS
-from fastweights.ops.registration import Operator, needs_gradient
-from fastweights.ops.rows import (
+from fastweights.ops.common.registration import Operator, needs_gradient
+from fastweights.ops.common.rows import (
     Rows,
     check_rows_of_states,
     rows_inside,
     write_rows,
 )
+from fastweights.ops.decode import MAX_TOKENS
 from fastweights.packing import copy_states, num_sequences, tail_mask
 from fastweights.ranks.group import current_ranks, refuse_ranks
 from fastweights.ranks.shard import (

@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 
 from fastweights.dtypes import without_autocast
-from fastweights.ops.backends import network_backend, record_run, widest_head
-from fastweights.ops.registration import Operator
+from fastweights.ops.common.backends import (
+    network_backend,
+    record_run,
+    widest_head,
+)
+from fastweights.ops.common.registration import Operator
 
 MAX_K, MAX_C = 128, 16
 """The widest head and the longest mini-batch of the kernel; fp32: half K."""

@@ -19,7 +19,7 @@ from fastweights.models.model import LanguageModel
 from fastweights.models.pool import StatePool
 from fastweights.models.recording import Recording, States, is_recordable
 from fastweights.models.sampling import Sampling, draw_tokens
-from fastweights.ops.backends import recurrence_backend
+from fastweights.ops.common.backends import recurrence_backend
 from fastweights.serving.request import Request
 
 BLOCK = 512

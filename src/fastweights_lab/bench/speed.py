@@ -27,7 +27,7 @@ from torch import Tensor
 import fastweights as fw
 from fastweights.arguments import Operands, OperatorOptions
 from fastweights.compat import fla as compat
-from fastweights.ops.flops import forward as chunk_flops
+from fastweights.ops.common.flops import forward as chunk_flops
 from fastweights_lab.bench import nvidia_kda
 from fastweights_lab.bench.timing import (
     DEVICE,
@@ -176,7 +176,7 @@ def published(shape: Shape, width: str) -> Tensor:
 def work(member: str, shape: Shape) -> tuple[int, int]:
     """Bytes that a forward must move, and its FLOPs in chunks of 64.
 
-    The FLOPs as :mod:`fastweights.ops.flops` counts them.
+    The FLOPs as :mod:`fastweights.ops.common.flops` counts them.
     """
     B, T, H, HV, K, V = shape[:6]
     width, delta = MEMBERS[member]

@@ -18,7 +18,7 @@ import torch
 
 import fastweights as fw
 from fastweights import deep
-from fastweights.ops.backends import network_backend
+from fastweights.ops.common.backends import network_backend
 from fastweights_lab.records import machine
 from fastweights_lab.text.training import chosen_device
 

@@ -7,7 +7,7 @@ its own kernel (:mod:`fastweights.kernels.gemv`), and the recurrence its gates
 and unit lengths (:mod:`fastweights.kernels.decode`). Gated DeltaNet is three
 launches, KDA four, and the MLP behind it two; with more than 16 tokens in
 all the three norms are launches of their own. Elsewhere a layer's one token
-is as few of PyTorch's operators as there can be (:mod:`.step_in_torch`).
+is as few of PyTorch's operators as there can be (:mod:`.fused_step_in_torch`).
 Values are those of the modules, rounded in fewer places.
 """
 
@@ -23,21 +23,24 @@ from torch import Tensor, nn
 from fastweights import torch_internals
 from fastweights.arguments import MAX_K, TENSOR_TYPES
 from fastweights.dtypes import under_autocast
-from fastweights.layers.common import step_in_torch
+from fastweights.layers.common import fused_step_in_torch as in_torch
 from fastweights.layers.common.convolution import (
     PLAIN_CONVOLUTION,
     PLAIN_HEADS,
 )
+from fastweights.layers.common.gates_and_norm import (
+    PLAIN_DECAY,
+    PLAIN_OUTPUT_NORM,
+)
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import check_input
-from fastweights.layers.common.parts import PLAIN_DECAY, PLAIN_OUTPUT_NORM
 from fastweights.layers.common.plain_modules import (
     PLAIN_LINEAR,
     is_untouched,
     source_of,
 )
 from fastweights.layers.common.state import LayerState
-from fastweights.ops.backends import choose_backend, record_run
+from fastweights.ops.common.backends import choose_backend, record_run
 from fastweights.ranks.group import current_ranks
 
 MAX_FUSED_SEQUENCES = 256
@@ -128,7 +131,7 @@ def project_and_add(
 ) -> Tokens:
     """x + projection(o), with what :func:`gemv` has before a product."""
     if not runs_kernels(x):
-        return step_in_torch.project_and_add(x, o, projection)
+        return in_torch.project_and_add(x, o, projection)
     from fastweights.kernels.gemv import gemv
 
     y = gemv(
@@ -146,7 +149,7 @@ def norm_and_project(
     modules are another launch.
     """
     if not runs_kernels(x):
-        return step_in_torch.norm_and_project(x, norm, modules, **options)
+        return in_torch.norm_and_project(x, norm, modules, **options)
     from fastweights.kernels.gemv import gemv
 
     present = [m for m in modules if m is not None]
@@ -187,7 +190,7 @@ def norm_eps(norm: nn.RMSNorm, x: Tensor) -> float:
 def fused_layer_step(
     x: Tokens,
     norm: nn.RMSNorm,
-    layer: step_in_torch.FusedLayer,
+    layer: in_torch.FusedLayer,
     layer_class: type[Layer],
     state: LayerState,
     modules: Sequence[nn.Module | None],
@@ -224,10 +227,10 @@ def fused_layer_step(
         return None
     if not runs_kernels(x):
         record_run("torch token")
-        qkv, *others = step_in_torch.norm_and_project(x, norm, modules)
+        qkv, *others = in_torch.norm_and_project(x, norm, modules)
         a, b, gate = split_gates(*others)
-        o = step_in_torch.recurrence(layer, qkv, a, b, state)
-        return step_in_torch.project_output(x, o, gate, layer)
+        o = in_torch.recurrence(layer, qkv, a, b, state)
+        return in_torch.project_output(x, o, gate, layer)
     from fastweights.kernels.decode import decode
 
     record_run("triton token")

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fastweights.arguments import check_integers, check_rows, is_readable
 from fastweights.dtypes import compute_dtype
+from fastweights.ops.common.rows import rows_inside, write_rows
 from fastweights.ops.decode import MAX_TOKENS, decode_step
 from fastweights.ops.recurrence import linear_recurrence
-from fastweights.ops.rows import rows_inside, write_rows
 from fastweights.packing import sequence_ids
 from fastweights.ranks.group import current_ranks
 

@@ -10,8 +10,8 @@ from torch.nn.attention import varlen
 
 from fastweights.checks import Footprint, relative_error
 from fastweights.layers import SoftmaxAttention
-from fastweights.layers.common import sdpa
-from fastweights.layers.common.sdpa import (
+from fastweights.layers.common import causal_attention
+from fastweights.layers.common.causal_attention import (
     attend_tiles,
     attention,
     packed_attention,
@@ -52,7 +52,7 @@ def same(found, want, tol):
 @pytest.mark.parametrize("size", [4, 9, 26, 27, 99])
 @pytest.mark.parametrize("shared", [False, True])
 def test_tiles_of_packed_sequences_are_each_alone(size, shared, monkeypatch):
-    monkeypatch.setattr(sdpa, "TILE", size)
+    monkeypatch.setattr(causal_attention, "TILE", size)
     x = heads(HK=2 if shared else 4)
     want = with_gradients(alone(*x), x)
     for dtype in (torch.int32, torch.int64):
@@ -71,7 +71,7 @@ def test_memory_grows_with_the_tokens(monkeypatch):
     """Twice the tokens take twice the elements, and no T x T ever."""
     peaks = {}
     for T, size in [(256, 32), (512, 32), (512, 512)]:
-        monkeypatch.setattr(sdpa, "TILE", size)
+        monkeypatch.setattr(causal_attention, "TILE", size)
         x = heads(T, H=1, HK=1, dtype=torch.float32)
         offsets = torch.arange(0, T + 1, 64)
         with Footprint() as seen:
@@ -91,7 +91,7 @@ def test_memory_grows_with_the_tokens(monkeypatch):
     ],
 )
 def test_tiles_compile_whole(name, backend, monkeypatch):
-    monkeypatch.setattr(sdpa, "TILE", 8)
+    monkeypatch.setattr(causal_attention, "TILE", 8)
     torch._dynamo.reset()
     layer, x = made(name), tokens(1, T)
     results = []
@@ -123,9 +123,9 @@ def literal(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa):
 
 def pretend(monkeypatch):
     """That PyTorch's kernels, as documented, run here."""
-    monkeypatch.setattr(sdpa, "reads_offsets", lambda *given: True)
+    monkeypatch.setattr(causal_attention, "reads_offsets", lambda *given: True)
     monkeypatch.setattr(varlen, "varlen_attn", literal)
-    monkeypatch.setattr(sdpa, "ASKS_FOR_GQA", True)
+    monkeypatch.setattr(causal_attention, "ASKS_FOR_GQA", True)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -142,7 +142,7 @@ def test_what_a_gpu_is_asked_for(shared, monkeypatch):
 @pytest.mark.parametrize("HK", [4, 2, 1])
 def test_pytorchs_kernels_take_what_they_are_given(HK, monkeypatch):
     """Traced without numbers: nothing reads the offsets on the way."""
-    monkeypatch.setattr(sdpa, "reads_offsets", lambda *given: True)
+    monkeypatch.setattr(causal_attention, "reads_offsets", lambda *given: True)
     torch._dynamo.reset()
     x = heads(HK=HK, K=64, dtype=torch.bfloat16, device="meta")
     run = torch.compile(packed_attention, fullgraph=True, backend="aot_eager")
@@ -157,7 +157,7 @@ def test_pytorchs_kernels_take_what_they_are_given(HK, monkeypatch):
 def test_under_autocast_it_is_in_half_precision(kernels, monkeypatch):
     if kernels:
         pretend(monkeypatch)
-    monkeypatch.setattr(sdpa, "TILE", 8)
+    monkeypatch.setattr(causal_attention, "TILE", 8)
     x = heads(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         o = packed_attention(*x, OFFSETS)
@@ -183,7 +183,7 @@ def test_where_pytorch_has_kernels(
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda device: capability
     )
-    found = sdpa.reads_offsets(torch.device(device), dtype, K)
+    found = causal_attention.reads_offsets(torch.device(device), dtype, K)
     assert found is kernels
 
 

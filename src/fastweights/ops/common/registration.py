@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from fastweights import torch_internals
 from fastweights.arguments import TENSOR_TYPES
-from fastweights.ops.flops import FORMULAS, tell_counters
+from fastweights.ops.common.flops import FORMULAS, tell_counters
 
 # The library's lower interface: its custom_op looks for aliases in each call.
 LIBRARY = torch.library.Library("fastweights", "FRAGMENT")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastweights.checks import relative_error
-from fastweights.layers.common.window import window_attention
+from fastweights.layers.common.window_attention import window_attention
 
 N, L, H, K = 2, 13, 2, 4
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fastweights.ops.registration import LIBRARY, registered
+from fastweights.ops.common.registration import LIBRARY, registered
 
 Results = tuple[Tensor, Tensor]
 Layout = tuple[Sequence[int], torch.dtype]  # a shape and a dtype

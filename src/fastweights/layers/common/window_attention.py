@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.ops import any_length
+from fastweights.ops.common import any_length
 
 
 def window_attention(
