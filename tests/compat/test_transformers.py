@@ -72,7 +72,7 @@ every_model = models(MODELS)
 MAMBA = ("mamba", "falcon_mamba", "jamba", "zamba")
 # Those that do not tell their layers where documents end, and those whose
 # attention looks past the ends.
-ALONE = (*MAMBA, "mamba2", "inkling2")
+DROPS_PACKING = (*MAMBA, "mamba2", "inkling2")
 LOOK_BACK = ("granitemoehybrid",)
 # Of each model how many recurrences and convolutions run, unless 2 and 2.
 RUNS = {
@@ -262,7 +262,7 @@ def test_a_prompt_in_pieces_is_the_prompt(name):
     assert (torch.cat(got, 1) - want).abs().max() <= 1e-5
 
 
-@models(x for x in MODELS if x not in (*ALONE, *LOOK_BACK))
+@models(x for x in MODELS if x not in (*DROPS_PACKING, *LOOK_BACK))
 @pytest.mark.parametrize("by", ["offsets", "offsets and seq_idx", "seq_idx"])
 def test_each_packed_document_is_itself_alone(name, by):
     """As DataCollatorWithFlattening packs them, with any of its options."""
@@ -385,7 +385,7 @@ def test_a_compiled_model_is_compiled_anew(name):
     assert (got - want).abs().max() <= 1e-5
 
 
-@models(ALONE)
+@models(DROPS_PACKING)
 @pytest.mark.parametrize("by", ["seq_idx", "cu_seq_lens_q"])
 def test_documents_are_refused_where_they_cannot_be_kept_apart(name, by):
     """The model drops what says where they end."""

@@ -9,10 +9,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from fastweights import torch_internals
 from fastweights.checks import relative_error
 from fastweights.deep import chunk_loop
-from fastweights.deep.chunk_loop import GROUP, fold
+from fastweights.deep.chunk_loop import GROUP_SIZE, scan_chunks
 
 WITH_CHUNKS = ["ttt-linear", "ttt-mlp", "titans-mlp"]
-LONG = (2 * GROUP + 3) * C + 2
+LONG = (2 * GROUP_SIZE + 3) * C + 2
 
 
 def inputs(name, T):
@@ -38,8 +38,8 @@ def test_computed_again_for_a_backward(name, monkeypatch):
         return t
 
     found = []
-    for group in (GROUP, LONG):
-        monkeypatch.setattr(chunk_loop, "GROUP", group)
+    for group in (GROUP_SIZE, LONG):
+        monkeypatch.setattr(chunk_loop, "GROUP_SIZE", group)
         kept.append(0)
         x = inputs(name, LONG)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
@@ -163,7 +163,7 @@ def test_a_fold_is_a_loop():
         total = state[0] + x.sum(2) * y.sum(2)[..., None]
         return [total], x + total[:, :, None]
 
-    state, o = fold(step, [torch.zeros(B, H, 2).double()], [x, y], C)
+    state, o = scan_chunks(step, [torch.zeros(B, H, 2).double()], [x, y], C)
     parts = x.unflatten(1, (3, C)), y.unflatten(1, (3, C))
     sums = parts[0].sum(2) * parts[1].sum(2)[..., None]
     totals = sums.cumsum(1)

@@ -12,9 +12,9 @@ from fastweights.checks import Footprint, relative_error
 from fastweights.layers import SoftmaxAttention
 from fastweights.layers.common import causal_attention
 from fastweights.layers.common.causal_attention import (
-    attend_tiles,
-    attention,
+    attend_by_tiles,
     packed_attention,
+    sdpa,
 )
 
 LENGTHS = [5, 0, 1, 18, 3]
@@ -31,9 +31,7 @@ def heads(T=T, H=4, HK=2, K=8, dtype=torch.float64, device="cpu"):
 def alone(q, k, v, lengths=LENGTHS):
     """Each sequence by itself, in fp64."""
     parts = [x.double().split(list(lengths), 1) for x in (q, k, v)]
-    whole = [
-        attention(*of) for of in zip(*parts, strict=True) if of[0].numel()
-    ]
+    whole = [sdpa(*of) for of in zip(*parts, strict=True) if of[0].numel()]
     return torch.cat(whole, 1)
 
 
@@ -56,7 +54,7 @@ def test_tiles_of_packed_sequences_are_each_alone(size, shared, monkeypatch):
     x = heads(HK=2 if shared else 4)
     want = with_gradients(alone(*x), x)
     for dtype in (torch.int32, torch.int64):
-        o = attend_tiles(*x, OFFSETS.to(dtype))
+        o = attend_by_tiles(*x, OFFSETS.to(dtype))
         same(with_gradients(o, x), want, 1e-13)
 
 
@@ -75,7 +73,7 @@ def test_memory_grows_with_the_tokens(monkeypatch):
         x = heads(T, H=1, HK=1, dtype=torch.float32)
         offsets = torch.arange(0, T + 1, 64)
         with Footprint() as seen:
-            attend_tiles(*x, offsets).sum().backward()
+            attend_by_tiles(*x, offsets).sum().backward()
         peaks[T, size] = seen.peak
         assert (seen.largest >= T * T) == (size == T)
     assert peaks[512, 32] < 2.2 * peaks[256, 32]

@@ -75,7 +75,7 @@ def test_recorded_tokens_are_those_of_python_in_bits(kind, monkeypatch):
 @pytest.mark.parametrize("kind", ["softmax", "gated_deltanet"])
 def test_a_recording_has_room_and_is_made_again(kind, monkeypatch):
     m, some = made(kind), prompts(3, 30)
-    monkeypatch.setattr(recording, "ROOM", 8)
+    monkeypatch.setattr(recording, "SPARE_TOKENS", 8)
     made_for, record = [], Recording._record
 
     def counted(self, step, states, used):

@@ -49,7 +49,7 @@ def test_noise_is_exponential_and_independent(whole):
 )
 def test_shares_of_draws(top_p, kept):
     N = 40_000
-    some = sampling(N, top_p=top_p, all_tokens=top_p == 1)
+    some = sampling(N, top_p=top_p, whole_distribution=top_p == 1)
     share = draw(some, P.log().expand(N, 4)).bincount(minlength=4) / N
     kept = torch.as_tensor(kept).float()
     error = 4 * 0.5 / math.sqrt(N)

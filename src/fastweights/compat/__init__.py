@@ -25,7 +25,7 @@ from fastweights.compat.transformers import MODELS, one_document
 
 __all__ = ["Acceleration", "accelerate"]
 
-KNOWN = "5.23 and 5.24"  # whose internals MODELS is about
+KNOWN_VERSIONS = "5.23 and 5.24"  # whose internals MODELS is about
 
 _active: Acceleration | None = None
 
@@ -146,7 +146,7 @@ def _version_error(missing: str) -> ImportError:
     version = sys.modules["transformers"].__version__
     return ImportError(
         f"fastweights.accelerate: got transformers {version} with {missing}, "
-        f"need what transformers {KNOWN} has"
+        f"need what transformers {KNOWN_VERSIONS} has"
     )
 
 

@@ -20,7 +20,7 @@ from fastweights.arguments import (
     is_readable,
     wrong_shape,
 )
-from fastweights.compat.packed import documents, first_tokens
+from fastweights.compat.packed import document_offsets, is_first_token
 from fastweights.ops.convolution import WIDTHS, short_convolution
 from fastweights.packing import num_sequences
 from fastweights.torch_backend.convolution import last_inputs, unactivated
@@ -91,7 +91,7 @@ def causal_conv1d_fn(
         ends = cu_seq_lens_q[1:] + (T - cu_seq_lens_q[-1])
         cu_seqlens = torch.cat([cu_seq_lens_q[:1], ends])
     elif seq_idx is not None:
-        cu_seqlens = _offsets(seq_idx)
+        cu_seqlens = _static_offsets(seq_idx)
     # [B, T, D]; a batch of packed rows is one row, with more documents.
     rows = x.mT if cu_seqlens is None else x.mT.reshape(1, B * T, D)
     before = None if initial_states is None else initial_states.mT
@@ -171,7 +171,7 @@ def _checked_sizes(
     return B, D, T
 
 
-def _offsets(seq_idx: Int[Tensor, "B T"]) -> Int[Tensor, " BT+1"]:
+def _static_offsets(seq_idx: Int[Tensor, "B T"]) -> Int[Tensor, " BT+1"]:
     """Offsets of the documents of all rows, one after another.
 
     In a graph, and on another device than a CPU, there are as many as
@@ -180,8 +180,8 @@ def _offsets(seq_idx: Int[Tensor, "B T"]) -> Int[Tensor, " BT+1"]:
     """
     B, T = seq_idx.shape
     if is_readable(seq_idx):
-        return documents(seq_idx, seq_idx)[0]
-    new = first_tokens(seq_idx)
+        return document_offsets(seq_idx, seq_idx)[0]
+    new = is_first_token(seq_idx)
     place = torch.arange(B * T, device=seq_idx.device)
     starts = torch.where(new.flatten(), place, B * T).sort().values
     return F.pad(starts, (0, 1), value=B * T)

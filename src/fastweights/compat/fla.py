@@ -129,7 +129,7 @@ Raises:
 """
 
 
-def _function(stub: Callable) -> Callable[..., tuple[Tensor, Any]]:
+def _fla_function(stub: Callable) -> Callable[..., tuple[Tensor, Any]]:
     """The function of FLA that has this name and signature."""
     parameters, title = inspect.signature(stub).parameters, stub.__name__
     defaults = {
@@ -167,7 +167,7 @@ def _compute(name: str, x: Arguments) -> tuple[Tensor, Tensor | None]:
         gate.to(compute_dtype(full))
         if gate is not None and gate.dtype not in (torch.float32, full)
         else gate
-        for gate in (_log_decay(x), _strength(x))
+        for gate in (_log_decay(x), _write_strength(x))
     ]
     tokens, steps = _erase_operands(name, x, q, k, v, *gates)
     if offsets is not None:
@@ -290,26 +290,26 @@ def _check(title: str, x: Arguments) -> None:
     sigmoid = given.get("use_beta_sigmoid_in_kernel")
     offsets = "cu_seqlens" in given or "cu_seq_lens_q" in given
     if gate and "g" not in given:
-        raise _wrong("g", None, f"it {because}")
+        raise _wrong_value("g", None, f"it {because}")
     if gate and "A_log" not in given and bound is None:
-        raise _wrong("A_log", None, f"it{either} {because}")
+        raise _wrong_value("A_log", None, f"it{either} {because}")
     if gate and x.get("safe_gate") and (bound is None or bound < -5):
         need = "one in [-5, 0) because of safe_gate"
-        raise _wrong("lower_bound", bound, need)
+        raise _wrong_value("lower_bound", bound, need)
     if "g" in given and "g_gamma" in given:
-        raise _wrong("g_gamma", "a decay beside g", "one of them")
+        raise _wrong_value("g_gamma", "a decay beside g", "one of them")
     if sigmoid and "beta" not in given:
         need = "it because of use_beta_sigmoid_in_kernel"
-        raise _wrong("beta", None, need)
+        raise _wrong_value("beta", None, need)
     if given.get("allow_neg_eigval") and not sigmoid:
         need = "False unless use_beta_sigmoid_in_kernel"
-        raise _wrong("allow_neg_eigval", True, need)
+        raise _wrong_value("allow_neg_eigval", True, need)
     if "seq_idx" in given and "initial_state" in given and not offsets:
         need = "cu_seqlens for these"
-        raise _wrong("seq_idx", "documents beside initial_state", need)
+        raise _wrong_value("seq_idx", "documents beside initial_state", need)
 
 
-def _wrong(name: str, got: Any, need: str) -> ValueError:
+def _wrong_value(name: str, got: Any, need: str) -> ValueError:
     return ValueError(f"{name}: got {got}, need {need}")
 
 
@@ -338,7 +338,7 @@ def _activate_gate(x: Arguments) -> Tensor:
     return bound * torch.sigmoid(rate * g)
 
 
-def _strength(x: Arguments) -> Tensor | None:
+def _write_strength(x: Arguments) -> Tensor | None:
     """The beta of linear_recurrence."""
     beta: Any = x.get("beta")
     if x.get("use_beta_sigmoid_in_kernel"):
@@ -350,7 +350,7 @@ def _strength(x: Arguments) -> Tensor | None:
 
 
 # fmt: off
-@_function
+@_fla_function
 def chunk_gated_delta_rule(
     q, k, v, g, beta, scale=None, initial_state=None,
     output_final_state=False, use_qk_l2norm_in_kernel=False,
@@ -362,7 +362,7 @@ def chunk_gated_delta_rule(
 ): ...
 
 
-@_function
+@_fla_function
 def fused_recurrent_gated_delta_rule(
     q, k, v, g=None, gk=None, gv=None, beta=None, scale=None,
     initial_state=None, output_final_state=False,
@@ -373,7 +373,7 @@ def fused_recurrent_gated_delta_rule(
 ): ...
 
 
-@_function
+@_fla_function
 def chunk_kda(
     q, k, v, g, beta, scale=None, initial_state=None,
     output_final_state=False, use_qk_l2norm_in_kernel=False,
@@ -387,7 +387,7 @@ def chunk_kda(
 ): ...
 
 
-@_function
+@_fla_function
 def fused_recurrent_kda(
     q, k, v, g, beta, A_log=None, dt_bias=None, scale=None,
     initial_state=None, output_final_state=False,
@@ -398,7 +398,7 @@ def fused_recurrent_kda(
 ): ...
 
 
-@_function
+@_fla_function
 def chunk_gdn2(
     q, k, v, g, b, w, scale=None, initial_state=None,
     output_final_state=False, use_qk_l2norm_in_kernel=False,
@@ -409,7 +409,7 @@ def chunk_gdn2(
 ): ...
 
 
-@_function
+@_fla_function
 def fused_recurrent_gdn2(
     q, k, v, g, b, w, A_log=None, dt_bias=None, scale=None,
     initial_state=None, output_final_state=False,
@@ -418,7 +418,7 @@ def fused_recurrent_gdn2(
 ): ...
 
 
-@_function
+@_fla_function
 def chunk_comba(
     q, k, v, p, g, beta=None, scale=None, initial_state=None,
     output_final_state=False, use_qk_l2norm_in_kernel=False,
@@ -426,7 +426,7 @@ def chunk_comba(
 ): ...
 
 
-@_function
+@_fla_function
 def fused_recurrent_comba(
     q, k, p, v, g, beta=None, scale=None, initial_state=None,
     output_final_state=False, use_qk_l2norm_in_kernel=False,
@@ -434,7 +434,7 @@ def fused_recurrent_comba(
 ): ...
 
 
-@_function
+@_fla_function
 def chunk_rwkv7(
     r, w, k, v, a, b, scale=1.0, initial_state=None,
     output_final_state=False, cu_seqlens=None, cu_seqlens_cpu=None,
@@ -443,7 +443,7 @@ def chunk_rwkv7(
 ): ...
 
 
-@_function
+@_fla_function
 def chunk_gated_delta_product(
     q, k, v, g, beta, num_householder, scale=None, initial_state=None,
     output_final_state=False, use_qk_l2norm_in_kernel=False,
@@ -451,7 +451,7 @@ def chunk_gated_delta_product(
 ): ...
 
 
-@_function
+@_fla_function
 def chunk_simple_gla(
     q, k, v, g=None, g_gamma=None, scale=None, initial_state=None,
     output_final_state=False, state_v_first=False, cu_seqlens=None,
@@ -459,7 +459,7 @@ def chunk_simple_gla(
 ): ...
 
 
-@_function
+@_fla_function
 def fused_recurrent_simple_gla(
     q, k, v, g=None, g_gamma=None, scale=None, initial_state=None,
     output_final_state=False, reverse=False, state_v_first=False,

@@ -11,10 +11,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fastweights import torch_internals
 from fastweights.arguments import check_packed, check_shapes, is_readable
 
-_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_known_offsets: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def first_tokens(seq_idx: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+def is_first_token(seq_idx: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
     """Whether a document begins at each token of each row.
 
     Raises:
@@ -27,7 +27,7 @@ def first_tokens(seq_idx: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
     return new
 
 
-def check_whole(x: Shaped[Tensor, "B T *others"], offsets: Tensor) -> None:
+def check_no_tail(x: Shaped[Tensor, "B T *others"], offsets: Tensor) -> None:
     """Raise unless these end with x, as transformers' cu_seq_lens_q do.
 
     A convolution takes the columns that they leave out for a cache's, which
@@ -62,14 +62,14 @@ def offsets_of(
                 "cu_seq_lens_q: got offsets beside cu_seqlens, need one of "
                 "them"
             )
-        check_whole(x, cu_seq_lens_q)
+        check_no_tail(x, cu_seq_lens_q)
         cu_seqlens = cu_seq_lens_q
     if cu_seqlens is not None or seq_idx is None:
         return cu_seqlens, None
-    return documents(seq_idx, x)
+    return document_offsets(seq_idx, x)
 
 
-def documents(
+def document_offsets(
     seq_idx: Int[Tensor, "B T"], x: Shaped[Tensor, "B T *others"]
 ) -> tuple[Int[Tensor, " N+1"], Int[Tensor, " B"]]:
     """Offsets of the documents of all rows, one row after another.
@@ -85,14 +85,14 @@ def documents(
     compiling = torch.compiler.is_compiling()
     cached = not compiling and not seq_idx.is_inference()
     if cached:
-        version, kept_offsets = _known.get(seq_idx, (None, None))
+        version, kept_offsets = _known_offsets.get(seq_idx, (None, None))
         if version == seq_idx._version:
             return kept_offsets
-    new = first_tokens(seq_idx)
+    new = is_first_token(seq_idx)
     starts = new.flatten().nonzero().flatten()
     torch_internals.expect_at_least_one(starts.shape[0])
     offsets = F.pad(starts, (0, 1), value=seq_idx.numel())
     kept_offsets = offsets, new.sum(1).cumsum(0) - 1
     if cached:
-        _known[seq_idx] = seq_idx._version, kept_offsets
+        _known_offsets[seq_idx] = seq_idx._version, kept_offsets
     return kept_offsets

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastweights.compat import causal_conv1d, fla, mamba_ssm
-from fastweights.compat.packed import check_whole
+from fastweights.compat.packed import check_no_tail
 from fastweights.dtypes import compute_dtype
 
 Table = dict[str, tuple[Callable, tuple[str, ...]]]
@@ -50,7 +50,7 @@ def check_unpacked(*given: Any, **named: Any) -> None:
 def check_ends(query: Tensor, *given: Any, **named: Any) -> None:
     """Raise for offsets, by the name cu_seqlens, that end before query."""
     if named.get("cu_seqlens") is not None:
-        check_whole(query, named["cu_seqlens"])
+        check_no_tail(query, named["cu_seqlens"])
 
 
 def warn_of_attention(*given: Any, **named: Any) -> None:
@@ -166,11 +166,11 @@ MAMBA2: Table = CONVOLUTION | {
     "mamba2_selective_state_update": (mamba_ssm.selective_state_update, STEP),
     "mamba2_split_conv1d_scan_combined": (unfused, ()),
 }
-PARTS: Table = CONVOLUTION | {  # of Mamba; zamba has no whole of them
+MAMBA_PARTS: Table = CONVOLUTION | {  # of Mamba; zamba has no whole of them
     "mamba_selective_scan": (mamba_ssm.selective_scan_fn, SCAN),
     "mamba_selective_state_update": (mamba_ssm.selective_state_update, STEP),
 }
-MAMBA: Table = PARTS | {"mamba_inner_fn": (unfused, ())}
+MAMBA: Table = MAMBA_PARTS | {"mamba_inner_fn": (unfused, ())}
 LIGHTNING: Table = {
     "MiniMaxLightningAttention.forward": (
         lightning_attention,
@@ -180,7 +180,7 @@ LIGHTNING: Table = {
 # Model types that drop what says where packed documents end, and classes that
 # see it before: whole models, since a layer that transformers checkpoints
 # compares its forward with the one that it knows.
-ALONE = {
+DROPS_PACKING = {
     "falcon_mamba": "FalconMambaModel FalconMambaForCausalLM",
     "inkling": "InklingTextModel",
     "inkling2": "Inkling2TextModel",
@@ -190,14 +190,14 @@ ALONE = {
     "mamba2": "Mamba2ForCausalLM",
     "zamba": "ZambaModel",
 }
-ALSO: dict[str, Table] = {
+EXTRA_TABLES: dict[str, Table] = {
     model: {
         f"{x}.forward": (one_document, ("self", "input_ids"))
         for x in classes.split()
     }
-    for model, classes in ALONE.items()
+    for model, classes in DROPS_PACKING.items()
 }
-ALSO |= {
+EXTRA_TABLES |= {
     "glm5_next": {
         "chunk_kimi_delta_attention": (beside_attention(fla.chunk_kda), QKV),
     },
@@ -214,13 +214,13 @@ TABLES = (
     (KDA, "bailing_hybrid glm5_next kimi_linear"),
     (MAMBA2, "bamba falcon_h1 granitemoehybrid mamba2 nemotron_h zamba2"),
     (MAMBA, "falcon_mamba jamba mamba"),
-    (PARTS, "zamba"),
+    (MAMBA_PARTS, "zamba"),
     (LIGHTNING, "minimax"),
     (CONVOLUTION, "inkling inkling2 inkling2_loop lfm2 lfm2_moe lfm3"),
 )
 MODELS = {
     f"transformers.models.{model}.modeling_{model}": table
-    | ALSO.get(model, {})
+    | EXTRA_TABLES.get(model, {})
     for table, models in TABLES
     for model in models.split()
 }

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 
-class Part(NamedTuple):
+class ChunkPart(NamedTuple):
     """Tokens of every row that lie in one chunk of it."""
 
     tokens: slice | Int[Tensor, "B C"]
@@ -34,20 +34,20 @@ class Part(NamedTuple):
             y = x[:, self.tokens]
         else:
             y = torch.take_along_dim(x, _like(self.tokens, x), 1)
-        return y if empty is None else self.only(y, empty)
+        return y if empty is None else self.fill_missing(y, empty)
 
-    def only(self, y: Tensor, empty: Tensor | float) -> Tensor:
+    def fill_missing(self, y: Tensor, empty: Tensor | float) -> Tensor:
         """y [B, C, ...], with ``empty`` where no token exists."""
         return (
             y if self.valid is None else y.where(_like(self.valid, y), empty)
         )
 
-    def choose(self, then: Tensor, other: Tensor) -> Tensor:
+    def where_ends(self, then: Tensor, other: Tensor) -> Tensor:
         """``then`` [B, ...] where the chunk ends, else ``other``."""
-        return where_rows(self.ends, then, other)
+        return choose_rows(self.ends, then, other)
 
 
-class Layout:
+class ChunkLayout:
     """How the T tokens of a call lie in chunks of ``size``.
 
     Without ``position`` and ``lengths`` all rows begin with a chunk and have
@@ -77,18 +77,20 @@ class Layout:
         self.first = zero if position is None else position % size
         self.lengths = zero + T if lengths is None else lengths
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[ChunkPart]:
         if self.regular:
             for start in range(0, self.T, self.size):
                 n = min(self.size, self.T - start)
                 place = torch.arange(n, device=self.device)[None]
-                yield Part(
+                yield ChunkPart(
                     slice(start, start + n), place, None, n == self.size
                 )
         elif self.T == 1:
             valid = self.lengths > 0
             ends = valid & (self.first == self.size - 1)
-            yield Part(slice(0, 1), self.first[:, None], valid[:, None], ends)
+            yield ChunkPart(
+                slice(0, 1), self.first[:, None], valid[:, None], ends
+            )
         else:
             slots = torch.arange(self.size, device=self.device)
             for start in range(0, self.T + self.size - 1, self.size):
@@ -97,7 +99,7 @@ class Layout:
                     len(end), -1
                 )
                 valid = (token >= 0) & (token < self.lengths[:, None])
-                yield Part(
+                yield ChunkPart(
                     token.clamp(0, self.T - 1),
                     slots.expand(token.shape),
                     valid,
@@ -114,7 +116,7 @@ class Layout:
         return torch.take_along_dim(y, _like(index, y), 1)
 
 
-def where_rows(
+def choose_rows(
     rows: bool | Bool[Tensor, " B"], then: Tensor, other: Tensor
 ) -> Tensor:
     """``then`` [B, ...] in these rows (True: all), else ``other``."""

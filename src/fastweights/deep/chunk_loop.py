@@ -17,17 +17,17 @@ from torch.utils.checkpoint import checkpoint
 
 from fastweights import torch_internals
 
-GROUP = 16
+GROUP_SIZE = 16
 """Chunks per checkpoint: a backward of n holds the weights of n / 16 + 16."""
 
-FEW = 2
+MAX_UNROLLED = 2
 """The most chunks that torch.compile unrolls."""
 
 State = Sequence[Tensor]
 Step = Callable[..., tuple[State, Tensor]]
 
 
-def fold(
+def scan_chunks(
     step: Step,
     state: State,
     tokens: Sequence[Float[Tensor, "B T H *rest"]],
@@ -48,9 +48,13 @@ def fold(
         x.unflatten(1, (count, size)).movedim(1, 0).transpose(2, 3)
         for x in tokens
     ]
-    if count > FEW and torch.compiler.is_compiling() and torch_internals.SCAN:
+    if (
+        count > MAX_UNROLLED
+        and torch.compiler.is_compiling()
+        and torch_internals.SCAN
+    ):
         state, outputs = _scanned(step, state, chunks)
-    elif torch.is_grad_enabled() and count > 2 * GROUP:
+    elif torch.is_grad_enabled() and count > 2 * GROUP_SIZE:
         state, outputs = _checkpointed(step, state, chunks)
     else:
         state, outputs = _looped(step, state, chunks)
@@ -87,7 +91,7 @@ def _checkpointed(
 ) -> tuple[State, Tensor]:
     """Fold chunks, keeping for a backward the state before each group."""
     collected = []
-    groups = ([*x.split(GROUP)] for x in chunks)
+    groups = ([*x.split(GROUP_SIZE)] for x in chunks)
     for group in zip(*groups, strict=True):
         state, outputs = checkpoint(
             _looped,

@@ -17,9 +17,9 @@ from fastweights.arguments import (
     check_tensors,
     wrong_shape,
 )
-from fastweights.deep.chunk_layout import Layout, Part, where_rows
+from fastweights.deep.chunk_layout import ChunkLayout, ChunkPart, choose_rows
 from fastweights.deep.network_arguments import (
-    check_operands,
+    check_network_inputs,
     check_shapes,
     check_state,
 )
@@ -33,7 +33,7 @@ Weights = Sequence[Tensor]
 """W0, W1 and W2."""
 
 
-def swiglu_answer(w: Weights, x: Tensor) -> Tensor:
+def answer_by_swiglu(w: Weights, x: Tensor) -> Tensor:
     """W1^T (silu(W0^T x) * W2^T x) of x [B, H, C, K], in x's dtype."""
     w0, w1, w2 = (W.to(x.dtype) for W in w)
     return (F.silu(x @ w0) * (x @ w2)) @ w1
@@ -143,7 +143,7 @@ def lact(
     refuse_ranks("lact")
     checked = {"rates": rates}
     checked |= {} if momentum is None else {"momentum": momentum}
-    check_operands(q, k, v, checked, position, lengths, matrices=3)
+    check_network_inputs(q, k, v, checked, position, lengths, matrices=3)
     check_sizes(chunk_size=chunk_size)
     check_flags(muon=muon, prenorm=prenorm)
     if not isinstance(start, tuple | list) or len(start) != 3:
@@ -189,10 +189,10 @@ def lact(
         if initial_state is None:
             # One zero, which is read wherever it is needed.
             initial_state = rates.new_zeros(()).expand(B, H, 3 * numbers + 1)
-        state = _unpack(initial_state.to(full), shapes)
+        state = _unpack_state(initial_state.to(full), shapes)
         since, memory, total = (state[i : i + 3] for i in (0, 3, 6))
         mean = state[9]
-        layout = Layout(chunk_size, T, q.device, position, lengths)
+        layout = ChunkLayout(chunk_size, T, q.device, position, lengths)
         outputs = []
         # The rows whose weights have taken a step.
         stepped: bool | Tensor = False
@@ -205,14 +205,14 @@ def lact(
                     unit_columns(W) * norm
                     for W, norm in zip(w, norms, strict=True)
                 ]
-                w = [*map(partial(where_rows, stepped), normed, w)]
+                w = [*map(partial(choose_rows, stepped), normed, w)]
             q_, k_, v_ = (part.take(x).transpose(1, 2) for x in (q, k, v))
-            outputs.append(swiglu_answer(w, q_).transpose(1, 2))
+            outputs.append(answer_by_swiglu(w, q_).transpose(1, 2))
             eta = part.take(rates, 0.0).transpose(1, 2)
             grads = sum_of_gradients(w, k_, v_, eta)
             total = [G + more for G, more in zip(total, grads, strict=True)]
             mean = mean + part.take(momentum, 0.0).sum(1)[..., None]
-            if not _any_ends(part):
+            if not _step_is_due(part):
                 continue
             keep = (mean / chunk_size)[..., None]
             M = [G + keep * m for G, m in zip(total, memory, strict=True)]
@@ -221,23 +221,23 @@ def lact(
                 moved = since[i] + steps[i]
                 if not prenorm:
                     moved = unit_columns(w[i] + steps[i]) * norm - W
-                since[i] = part.choose(moved, since[i])
-                memory[i] = part.choose(M[i], memory[i])
-                total[i] = part.choose(torch.zeros_like(M[i]), total[i])
-            mean = part.choose(torch.zeros_like(mean), mean)
+                since[i] = part.where_ends(moved, since[i])
+                memory[i] = part.where_ends(M[i], memory[i])
+                total[i] = part.where_ends(torch.zeros_like(M[i]), total[i])
+            mean = part.where_ends(torch.zeros_like(mean), mean)
             stepped = stepped | part.ends
         flat = [x.flatten(2) for x in (*since, *memory, *total)]
         return layout.join(outputs), torch.cat([*flat, mean], -1)
 
 
-def _unpack(x: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
+def _unpack_state(x: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
     """Three times the three matrices, and one number."""
     shapes = [*3 * shapes, torch.Size([1])]
     parts = x.split([s.numel() for s in shapes], -1)
     return [p.unflatten(-1, s) for p, s in zip(parts, shapes, strict=True)]
 
 
-def _any_ends(part: Part) -> bool:
+def _step_is_due(part: ChunkPart) -> bool:
     """Whether a step is due; rows of a batch may differ.
 
     Newton-Schulz costs thousands of times what a token costs. So one number

@@ -20,13 +20,13 @@ from fastweights.arguments import (
     is_readable,
 )
 from fastweights.deep.network_arguments import (
-    check_operands,
+    check_network_inputs,
     check_shapes,
     check_state,
 )
 from fastweights.dtypes import DTYPES, compute_dtype, without_autocast
 from fastweights.ops.common.backends import KernelOrTorch
-from fastweights.ops.common.flops import tell_counters
+from fastweights.ops.common.flops import register_flop_formulas
 from fastweights.ops.common.invariance import is_invariant
 from fastweights.ops.mesa import SOLVE, kernel_takes
 from fastweights.ops.recurrence import linear_recurrence
@@ -85,7 +85,7 @@ def mesa(
             message names the argument, what it got and what it needs.
     """
     refuse_ranks("mesa")
-    check_operands(q, k, v, {"g": g, "beta": beta})
+    check_network_inputs(q, k, v, {"g": g, "beta": beta})
     check_sizes(steps=steps)
     check_packed(q, cu_seqlens)
     check_tensors({"ridge": ridge})
@@ -183,7 +183,7 @@ def solve(
     and a product with them is linear attention.
     """
     if not torch.compiler.is_compiling() and torch_internals.is_watched():
-        tell_counters()  # of FLOPs, past whom the operators go below
+        register_flop_formulas()  # of FLOPs, past whom the operators go below
     H: Tensor | None = None
     if b.shape[1] == 1 and H0 is not None and cu_seqlens is None:
         kept = g[:, 0, :, None, None].exp() * H0

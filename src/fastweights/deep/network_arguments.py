@@ -17,10 +17,10 @@ from fastweights.arguments import (
 )
 from fastweights.dtypes import DTYPES, compute_dtype
 
-WHOLE = (torch.int32, torch.int64)
+INTEGERS = (torch.int32, torch.int64)
 
 
-def check_operands(
+def check_network_inputs(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -41,7 +41,7 @@ def check_operands(
     dtypes: dict[str, tuple[torch.dtype, ...]] = {"q": DTYPES}
     dtypes |= dict.fromkeys(("k", "v"), (q.dtype,))
     dtypes |= dict.fromkeys(rates, (compute_dtype(q.dtype), q.dtype))
-    check_dtypes(tokens | counts, dtypes | dict.fromkeys(counts, WHOLE))
+    check_dtypes(tokens | counts, dtypes | dict.fromkeys(counts, INTEGERS))
     if q.dim() != 4 or any(n < 1 for n in q.shape):
         wrong_shape("q", q, "[B, T, H, K] with B, T, H, K >= 1")
     if k.shape != q.shape:
@@ -81,7 +81,7 @@ def check_state(
         )
 
 
-def check_pair(
+def check_weight_and_bias(
     name: str, pair: Sequence[Tensor], shape: tuple[int, ...] | None = None
 ) -> None:
     """Raise unless it is a weight and a bias, both of this shape."""
@@ -101,7 +101,7 @@ def check_layers(
         raise ValueError("start: got no layer, need (W, b) for each")
     width = K
     for i, layer in enumerate(start):
-        check_pair(f"start[{i}]", layer)
+        check_weight_and_bias(f"start[{i}]", layer)
         W, b = layer
         out = V if i == len(start) - 1 else W.shape[-1]
         check_shapes(

@@ -12,7 +12,7 @@ weights that the token before has left. The functions :func:`stale`,
     MesaNet   newton
 
 Between chunks a learner's state is (params, memory) whatever the chunk; inside
-one the memory is a :class:`Chunk`, which has the optimiser's own in it.
+one the memory is a :class:`ChunkMemory`, which has the optimiser's own in it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fastweights.deep.newton_schulz import EPS, newton_schulz
 from fastweights.fast_weights import Gradient, Optimiser, Params, Rate, factor
 
 
-class Chunk(NamedTuple):
+class ChunkMemory(NamedTuple):
     """What a chunk in the making needs beside the weights of the moment."""
 
     memory: Any
@@ -47,11 +47,11 @@ class Chunk(NamedTuple):
     """Tokens of it that have been read."""
 
 
-def _chunk(params: Params, memory: Any) -> Chunk:
+def _chunk_of(params: Params, memory: Any) -> ChunkMemory:
     """The chunk in the making, or one that begins here."""
-    if isinstance(memory, Chunk):
+    if isinstance(memory, ChunkMemory):
         return memory
-    return Chunk(memory, params, tree_map(torch.zeros_like, params), 0)
+    return ChunkMemory(memory, params, tree_map(torch.zeros_like, params), 0)
 
 
 def stale(
@@ -68,7 +68,7 @@ def stale(
     def step(
         params: Params, gradient: Gradient, memory: Any, *rates: Any
     ) -> tuple[Params, Any]:
-        chunk = _chunk(params, memory)
+        chunk = _chunk_of(params, memory)
         slope = gradient(chunk.start if base is None else base)
         params, memory = optimiser(
             params, lambda _: slope, chunk.memory, *rates
@@ -102,7 +102,7 @@ def summed(
     def step(
         params: Params, gradient: Gradient, memory: Any, rate: Any, *rates: Any
     ) -> tuple[Params, Any]:
-        chunk = _chunk(params, memory)
+        chunk = _chunk_of(params, memory)
         slope = gradient(chunk.start if base is None else base)
         if isinstance(rate, Tensor):
             rate = tree_map(lambda _: rate, slope)

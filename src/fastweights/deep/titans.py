@@ -10,8 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import check_sizes
-from fastweights.deep.chunk_layout import Layout
-from fastweights.deep.chunk_loop import State, fold
+from fastweights.deep.chunk_layout import ChunkLayout
+from fastweights.deep.chunk_loop import State, scan_chunks
 from fastweights.deep.dual_form import (
     Layers,
     Norm,
@@ -27,9 +27,9 @@ from fastweights.deep.dual_form import (
 )
 from fastweights.deep.network_arguments import (
     check_layers,
-    check_operands,
-    check_pair,
+    check_network_inputs,
     check_state,
+    check_weight_and_bias,
 )
 from fastweights.dtypes import compute_dtype, without_autocast
 from fastweights.fast_weights import factor
@@ -112,7 +112,7 @@ def titans(
     """
     refuse_ranks("titans")
     rates = {"rate": rate, "momentum": momentum, "g": g}
-    check_operands(q, k, v, rates, position, lengths)
+    check_network_inputs(q, k, v, rates, position, lengths)
     check_sizes(chunk_size=chunk_size)
     dtype, full = q.dtype, compute_dtype(q.dtype)
     B, T, H, K = q.shape
@@ -120,7 +120,7 @@ def titans(
     P = sum(x[0].numel() for layer in start for x in layer)
     check_state(q, initial_state, B, H, 3, P, after=position)
     if norm is not None:
-        check_pair("norm", norm, (H, v.shape[-1]))
+        check_weight_and_bias("norm", norm, (H, v.shape[-1]))
     if any_length.is_dynamic(T):
         results = (v.shape, dtype), ([B, H, 3, P], full)
         inputs = q, k, v, rate, momentum, g, start, norm
@@ -144,26 +144,26 @@ def titans(
         M, S, base = unpack_state(initial_state, start)
         tokens = (q, k, v, rate, momentum, decay)
         outputs, done = [], 0
-        layout = Layout(chunk_size, T, q.device, position, lengths)
+        layout = ChunkLayout(chunk_size, T, q.device, position, lengths)
         if layout.regular and (done := T // chunk_size * chunk_size):
             cut = [x[:, :done] for x in tokens]
             M, S, o = _whole_chunks(M, S, cut, norm, chunk_size)
             outputs.append(o)
             base = M
-            layout = Layout(chunk_size, T - done, q.device)
+            layout = ChunkLayout(chunk_size, T - done, q.device)
         q, k, v, rate, momentum, decay = (x[:, done:] for x in tokens)
         rest = []
         for part in layout:
             # [B, H, C]; a token that is not there keeps W and S.
             theta = part.take(rate, 0.0).mT
             eta, alpha = (part.take(x, 1.0).mT for x in (momentum, decay))
-            moves = part.take(torch.ones_like(rate), 0.0).mT
+            exists = part.take(torch.ones_like(rate), 0.0).mT
             q_, k_, v_ = (part.take(x).transpose(1, 2) for x in (q, k, v))
             M, S, z = chunk(
-                M, S, base, q_, k_, v_, theta, eta, alpha, moves, norm
+                M, S, base, q_, k_, v_, theta, eta, alpha, exists, norm
             )
             rest.append(z.transpose(1, 2))
-            base = map_layers(part.choose, M, base)
+            base = map_layers(part.where_ends, M, base)
         if rest:
             outputs.append(layout.join(rest))
         return torch.cat(outputs, 1).to(dtype), pack_state(M, S, base, start)
@@ -197,18 +197,18 @@ def chunk(
     theta: Float[Tensor, "B H C"],
     eta: Float[Tensor, "B H C"],
     alpha: Float[Tensor, "B H C"],
-    moves: Float[Tensor, "B H C"] | None = None,
+    exists: Float[Tensor, "B H C"] | None = None,
     norm: Norm | None = None,
 ) -> tuple[Layers, Layers, Float[Tensor, "B H C V"]]:
     """The weights and S after the last of some tokens, and what they read.
 
-    Gradients are those of the weights ``base``. ``moves`` is 1 for a token
+    Gradients are those of the weights ``base``. ``exists`` is 1 for a token
     that there is, else 0; None: there are all.
     """
     grads = gradients(base, k, v, norm)
     slow, fast = pairwise_products(alpha), pairwise_products(eta)
     # How much of S at token s is in W at token t, [B, H, C, C].
-    reach = slow if moves is None else slow * moves[..., None, :]
+    reach = slow if exists is None else slow * exists[..., None, :]
     share = (reach @ fast) * theta[..., None, :]
     keep, speed = running_product(alpha), running_product(eta)
     carry = (reach @ speed[..., None])[..., 0]
@@ -240,7 +240,7 @@ def _whole_chunks(
         return [*tensors_of(M), *tensors_of(S)], z
 
     state: State = [*tensors_of(M), *tensors_of(S)]
-    state, o = fold(step, state, tokens, chunk_size)
+    state, o = scan_chunks(step, state, tokens, chunk_size)
     return as_layers(state[:number]), as_layers(state[number:]), o
 
 

@@ -10,8 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import check_tensors, wrong_shape
-from fastweights.deep.chunk_layout import Layout
-from fastweights.deep.chunk_loop import State, fold
+from fastweights.deep.chunk_layout import ChunkLayout
+from fastweights.deep.chunk_loop import State, scan_chunks
 from fastweights.deep.dual_form import (
     Gradients,
     Layers,
@@ -28,10 +28,10 @@ from fastweights.deep.dual_form import (
 )
 from fastweights.deep.network_arguments import (
     check_layers,
-    check_operands,
-    check_pair,
+    check_network_inputs,
     check_shapes,
     check_state,
+    check_weight_and_bias,
 )
 from fastweights.dtypes import compute_dtype, without_autocast
 from fastweights.ops.common import any_length
@@ -93,7 +93,7 @@ def ttt(
             message names the argument, what it got and what it needs.
     """
     refuse_ranks("ttt")
-    check_operands(q, k, v, {"rate": rate}, position, lengths)
+    check_network_inputs(q, k, v, {"rate": rate}, position, lengths)
     check_tensors({"step_scale": step_scale})
     if step_scale.dim() != 1 or len(step_scale) < 1:
         wrong_shape("step_scale", step_scale, "[C] with C >= 1")
@@ -104,7 +104,7 @@ def ttt(
     by_kernel = kernel_takes(backend, q, size, len(start))
     P = sum(x[0].numel() for layer in start for x in layer)
     check_shapes({"v": (v, (B, T, H, K))})
-    check_pair("norm", norm, (H, K))
+    check_weight_and_bias("norm", norm, (H, K))
     check_state(q, initial_state, B, H, 2, P, after=position)
     if any_length.is_dynamic(T):
         results = (v.shape, dtype), ([B, H, 2, P], full)
@@ -129,13 +129,13 @@ def ttt(
         since, total = (unflatten(x, start) for x in parts)
         weights = map_layers(torch.add, since, start)
         outputs, done = [], 0
-        layout = Layout(size, T, q.device, position, lengths)
+        layout = ChunkLayout(size, T, q.device, position, lengths)
         if layout.regular and (done := T // size * size):
             cut = [x[:, :done] for x in (*tokens, rate)]
             whole = _whole_by_kernel if by_kernel else _whole_by_torch
             weights, o = whole(weights, cut, norm, step_scale)
             outputs.append(o)
-            layout = Layout(size, T - done, q.device)
+            layout = ChunkLayout(size, T - done, q.device)
             total = map_layers(torch.zeros_like, since)
         # Nothing, where every part begins a chunk.
         sums = None if layout.regular else total
@@ -154,11 +154,11 @@ def ttt(
             stepped = map_layers(
                 partial(_take_step, step_scale[-1]), weights, grad
             )
-            weights = map_layers(part.choose, stepped, weights)
+            weights = map_layers(part.where_ends, stepped, weights)
             total = grad
             if not layout.regular:
                 nothing = map_layers(torch.zeros_like, grad)
-                total = sums = map_layers(part.choose, nothing, grad)
+                total = sums = map_layers(part.where_ends, nothing, grad)
         if rest:
             outputs.append(layout.join(rest).to(dtype))
         since = map_layers(torch.sub, weights, start)
@@ -202,7 +202,7 @@ def _whole_by_torch(
         W = map_layers(partial(_take_step, step_scale[-1]), W, sums)
         return tensors_of(W), o.to(chunk[0].dtype)
 
-    state, o = fold(step, tensors_of(weights), tokens, len(step_scale))
+    state, o = scan_chunks(step, tensors_of(weights), tokens, len(step_scale))
     return as_layers(state), o
 
 

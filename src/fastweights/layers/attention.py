@@ -11,7 +11,7 @@ from fastweights.arguments import check_sizes
 from fastweights.layers.common.causal_attention import (
     Heads,
     attend_causally,
-    attention,
+    sdpa,
 )
 from fastweights.layers.common.fused_step import (
     is_plain_layer,
@@ -29,7 +29,7 @@ from fastweights.layers.common.state import (
     token_positions,
 )
 from fastweights.layers.common.unpacked_rows import UnpackedRows
-from fastweights.ops.common.rows import rows_inside, rows_to_write
+from fastweights.ops.common.rows import clamp_rows, rows_to_write
 from fastweights.ranks.group import current_ranks, token_offset
 from fastweights.ranks.shard import shard_of
 
@@ -179,7 +179,7 @@ class SoftmaxAttention(Layer):
             position = token_positions(T, device, state, cu_seqlens, start)
             qk = rotary(qk, position, self.theta, self.rotary_fraction)
         q, k = qk.split([H, HK], 2)
-        o, after = attend(q, k, v, state, cu_seqlens)
+        o, after = attend_with_state(q, k, v, state, cu_seqlens)
         return o.flatten(2), after
 
     def fused_step(
@@ -200,7 +200,7 @@ class SoftmaxAttention(Layer):
         return project_and_add(x, o, self.o_proj)
 
 
-def attend(
+def attend_with_state(
     q: Heads,
     k: NewKeys,
     v: NewKeys,
@@ -247,12 +247,12 @@ def attend(
     if not is_recorded(q):  # else the room for all tokens that may come
         keys, values = keys[:, : after.used], values[:, : after.used]
     if state.rows is not None:
-        rows = rows_inside(state.rows, keys)
+        rows = clamp_rows(state.rows, keys)
         keys, values = keys[rows], values[rows]
     key_place = torch.arange(keys.shape[1], device=q.device)
     mask = (key_place <= q_rows.spread(q_place)[..., None])[:, None]
     keys, values = keys.to(q.dtype), values.to(q.dtype)
-    return q_rows.pack(attention(q_rows.spread(q), keys, values, mask)), after
+    return q_rows.pack(sdpa(q_rows.spread(q), keys, values, mask)), after
 
 
 def is_recorded(q: Heads) -> bool:

@@ -125,7 +125,7 @@ class Decoding:
             self.done |= torch.isin(self.token, self.stop_tokens)
 
 
-def send(numbers: Tensor | list[Any], like: Tensor) -> Tensor:
+def copy_to_device(numbers: Tensor | list[Any], like: Tensor) -> Tensor:
     """A tensor of the numbers where ``like`` is, which waits for no device."""
     on_host = torch.as_tensor(numbers)
     if like.is_cuda:
@@ -133,7 +133,7 @@ def send(numbers: Tensor | list[Any], like: Tensor) -> Tensor:
     return on_host.to(like.device, non_blocking=True)
 
 
-def fetch(x: Tensor) -> Callable[[], list[Any]]:
+def start_fetch(x: Tensor) -> Callable[[], list[Any]]:
     """Start a copy to the host.
 
     Returns:

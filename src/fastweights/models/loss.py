@@ -32,7 +32,7 @@ from fastweights.dtypes import (
     upcast,
     without_autocast,
 )
-from fastweights.ops.common.registration import registered
+from fastweights.ops.common.registration import register_operator
 from fastweights.packing import sequence_ids
 from fastweights.ranks.group import current_ranks, token_offset
 
@@ -42,7 +42,7 @@ Head = Float[Tensor, "V D"]
 MIN_ROWS = 256
 """Rows that go through the head at once, at least: or as many as it has
 columns, since then to add its gradient up takes no longer than to find it."""
-ENTRIES = 2**25
+MAX_LOGITS = 2**25
 """Probabilities that are in fp32 at once."""
 
 
@@ -258,12 +258,12 @@ def _losses(
 
     dx has x's dtype under autocast, dweight is in fp32 (fp64).
     """
-    compute = IN_PIECES if torch.compiler.is_compiling() else _in_pieces
+    compute = IN_PIECES if torch.compiler.is_compiling() else _losses_in_pieces
     x, weight = cast_for_autocast(x, weight)
     return compute(x, weight, targets, ignored, gradients)
 
 
-def _in_pieces(
+def _losses_in_pieces(
     x: Tensor, weight: Tensor, targets: Tensor, ignored: int, gradients: bool
 ) -> list[Tensor]:
     """Each row's loss and, with ``gradients``, dx and dweight."""
@@ -277,7 +277,7 @@ def _in_pieces(
             if gradients:
                 rows = rows.masked_fill(~counted[:, None], 0)
             error = rows @ weight.T
-            size = max(1, ENTRIES // len(weight)) if gradients else at_once
+            size = max(1, MAX_LOGITS // len(weight)) if gradients else at_once
             for logits, tokens in _pieces(error, row_targets, size):
                 log_p = F.log_softmax(logits, -1, dtype=dtype)
                 index = tokens.where(tokens != ignored, 0).long()[:, None]
@@ -323,9 +323,9 @@ def _fake(
 
 
 # One node of a compiled graph, for any number of rows.
-IN_PIECES = registered(
+IN_PIECES = register_operator(
     "cross_entropy(Tensor x, Tensor weight, Tensor targets, int ignored, "
     "bool gradients) -> Tensor[]",
-    _in_pieces,
+    _losses_in_pieces,
     _fake,
 )

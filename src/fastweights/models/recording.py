@@ -20,7 +20,7 @@ from fastweights.arguments import TENSOR_TYPES
 from fastweights.layers import LayerState
 from fastweights.models.model import LanguageModel
 
-ROOM = 256
+SPARE_TOKENS = 256
 """Tokens more than are there that a recording of attention has room for."""
 
 States = list[LayerState | None]
@@ -68,12 +68,12 @@ class Recording:
         Softmax attention in a graph reads all the room that it is given:
         here an eighth more than is used, until that is used too.
         """
-        room = used + max(ROOM, used // 8)
-        views = [None if s is None else _within(s, room) for s in states]
+        room = used + max(SPARE_TOKENS, used // 8)
+        views = [None if s is None else _with_room(s, room) for s in states]
         self.graph = None  # its memory is the next one's
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()
-        capturing = _stream(current.device)
+        capturing = _recording_stream(current.device)
         capturing.wait_stream(current)
         with torch.cuda.stream(capturing):
             graph.capture_begin(self.memory, "thread_local")
@@ -86,12 +86,12 @@ class Recording:
 
 
 @functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream of all recordings: cuBLAS keeps a workspace for each."""
     return torch.cuda.Stream(device)
 
 
-def _within(state: LayerState, room: int) -> LayerState:
+def _with_room(state: LayerState, room: int) -> LayerState:
     """The same memory, of keys and values the first ``room`` tokens'."""
     if state.keys is None or state.values is None:
         return replace(state)

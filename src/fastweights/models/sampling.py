@@ -28,7 +28,7 @@ class Sampling:
         seed: [N], of a row's noise.
         num_drawn: [N], how many tokens each row has drawn.
         greedy: whether every temperature is 0.
-        all_tokens: whether every top_p is 1.
+        whole_distribution: whether every top_p is 1.
     """
 
     temperature: Float[Tensor, " N"]  # fp64, for the smallest
@@ -36,9 +36,9 @@ class Sampling:
     seed: Int[Tensor, " N"]
     num_drawn: Int[Tensor, " N"]
     greedy: bool = False
-    all_tokens: bool = False
+    whole_distribution: bool = False
 
-    def ahead(self, T: int, num_drawn: Int[Tensor, " N"]) -> Sampling:
+    def for_draws(self, T: int, num_drawn: Int[Tensor, " N"]) -> Sampling:
         """The same, for T draws of each row at once, next to each other.
 
         The first of them has ``num_drawn`` before it.
@@ -70,7 +70,7 @@ class Sampling:
             tiny = torch.finfo(torch.float32).tiny
             temperature = self.temperature.clamp(min=tiny).float()[:, None]
             p = (logits / temperature).softmax(-1)
-            if not self.all_tokens:
+            if not self.whole_distribution:
                 ranked, order = p.sort(-1, descending=True)
                 before = ranked.cumsum(-1) - ranked
                 ranked = ranked.where(before < self.top_p[:, None], 0)

@@ -25,7 +25,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.models.config import ModelConfig
-from fastweights.models.decoding import NOT_FINITE, fetch, prefill, send
+from fastweights.models.decoding import (
+    NOT_FINITE,
+    copy_to_device,
+    prefill,
+    start_fetch,
+)
 from fastweights.models.model import LanguageModel
 from fastweights.models.recording import Recording, States, is_recordable
 from fastweights.models.sampling import Sampling, draw_tokens
@@ -109,7 +114,7 @@ def speculate(
             drafts = propose()
             draws = reader(drafts)
         if steps:
-            yield from send(steps, logits)
+            yield from copy_to_device(steps, logits)
         if diverged:
             raise ValueError(NOT_FINITE)
         if draws is None:
@@ -163,7 +168,7 @@ class Reader:
             num_drawn = n + 1 - row.prompt_length
             inputs.append([*tokens, *padding, len(new), num_drawn])
             spans.append((len(new), len(tokens)))
-        self.inputs.copy_(send(inputs, self.inputs))
+        self.inputs.copy_(copy_to_device(inputs, self.inputs))
         # Of one token each all have to be new.
         sizes = PASS_SIZES if set(spans) == {(1, 1)} else PASS_SIZES[1:]
         T = next(T for T in sizes if max(end for _, end in spans) <= T)
@@ -177,7 +182,7 @@ class Reader:
         for state in self.states:
             if state is not None:
                 state.used = max(self.tokens_read)
-        fetched = fetch(self.draws)
+        fetched = start_fetch(self.draws)
         return lambda: [
             row[max(n - 1, 0) : end]
             for row, (n, end) in zip(fetched(), spans, strict=True)
@@ -195,13 +200,13 @@ class Reader:
                 "model: got a layer that reads past LayerState.accepted, need "
                 "each as those of fastweights.layers, or no draft"
             )
-        sampling = self.sampling.ahead(T, num_drawn)
+        sampling = self.sampling.for_draws(T, num_drawn)
         token = draw_tokens(logits.flatten(0, 1), sampling)
         self.draws[:, :T] = token.view(-1, T)
         return after
 
 
-def proposals(
+def make_proposer(
     draft: Draft, model: LanguageModel, rows: list[Row], sampling: Sampling
 ) -> Callable[[], list[Text]]:
     """A function that drafts MAX_DRAFTS tokens at most behind each text."""
@@ -224,14 +229,16 @@ def proposals(
             draft_model, prompts, rows[0].max_new_tokens + PASS_TOKENS
         )
         reader = Reader(draft_model, states, rows, sampling)
-        return lambda: drafts_of_model(reader)
+        return lambda: draft_by_model(reader)
     if draft != "lookup" and not callable(draft):
         raise ValueError(
             f'draft: got {draft!r}, need "lookup", a LanguageModel, a '
             "function or None"
         )
     guessers: list[Any] = [
-        Lookup() if draft == "lookup" else lambda text: draft(text.copy())
+        PromptLookup()
+        if draft == "lookup"
+        else lambda text: draft(text.copy())
         for _ in rows
     ]
 
@@ -246,7 +253,7 @@ def proposals(
     return propose
 
 
-def drafts_of_model(reader: Reader) -> list[Text]:
+def draft_by_model(reader: Reader) -> list[Text]:
     """What a second model draws, a pass for each draft."""
     drafts: list[Text] = [[] for _ in reader.rows]
     for _ in range(MAX_DRAFTS):
@@ -256,7 +263,7 @@ def drafts_of_model(reader: Reader) -> list[Text]:
     return drafts
 
 
-class Lookup:
+class PromptLookup:
     """What followed the last tokens where they stood in the text before.
 
     The last three tokens, else two, else one, are looked up where they stood

@@ -58,7 +58,7 @@ def stream(
         from fastweights.models.speculation import (
             Reader,
             Row,
-            proposals,
+            make_proposer,
             speculate,
         )
 
@@ -66,7 +66,7 @@ def stream(
             Row(row.tolist(), len(row), max_new_tokens, stop_tokens)
             for row in rows
         ]
-        propose = proposals(draft, model, texts, sampling)
+        propose = make_proposer(draft, model, texts, sampling)
         reader = Reader(model, states, texts, sampling)
         yield from speculate(reader, logits, propose)
         return
@@ -110,7 +110,7 @@ def _sampling_of(
         seed,
         torch.zeros(N, dtype=torch.int64, device=device),
         greedy=temperature == 0,
-        all_tokens=top_p == 1,
+        whole_distribution=top_p == 1,
     )
 
 

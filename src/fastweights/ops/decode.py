@@ -36,11 +36,14 @@ from fastweights.ops.common.backends import (
     record_run,
     recurrence_backend,
 )
-from fastweights.ops.common.registration import past_dispatcher, registered
+from fastweights.ops.common.registration import (
+    register_operator,
+    skip_dispatcher,
+)
 from fastweights.ops.common.rows import (
     Rows,
     check_rows_of_states,
-    rows_inside,
+    clamp_rows,
     write_rows,
 )
 from fastweights.ranks.group import refuse_ranks
@@ -146,7 +149,7 @@ def decode_step(
     tensors = (q, k, v, g, beta, erase, state, rows, accepted)
     if torch.compiler.is_compiling():
         return DECODE(*tensors, scale, backend)
-    step = past_dispatcher(DECODE, _decode, tensors)
+    step = skip_dispatcher(DECODE, _decode, tensors)
     if state.is_inference():
         # Only there may it be changed; what is returned goes anywhere.
         with torch.inference_mode():
@@ -274,7 +277,7 @@ def _decode(
         x = torch_backend.widen(q, k, v, g, beta, erase)
         # All sequences, those without a row as well: nothing here waits for
         # the device, or depends on how many there are of them.
-        S = state if rows is None else state[rows_inside(rows, state)]
+        S = state if rows is None else state[clamp_rows(rows, state)]
         S = S.to(compute_dtype(q.dtype))
         o = torch_backend.decode(S, x, accepted, scale).to(v.dtype)
         if S is not state:
@@ -285,7 +288,7 @@ def _decode(
         return o
 
 
-DECODE = registered(
+DECODE = register_operator(
     "decode_step(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
     "Tensor? erase, Tensor(a!) state, Tensor? rows, Tensor? accepted, "
     "float scale, str backend) -> Tensor",

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from fastweights.ops.common.backends import (
+    max_head_size,
     network_backend,
     record_run,
-    widest_head,
 )
-from fastweights.ops.common.registration import registered
+from fastweights.ops.common.registration import register_operator
 
 MAX_K = 128
 """The widest head of the kernel; fp32: half of it."""
@@ -26,7 +26,7 @@ def kernel_takes(backend: str, q: Tensor) -> bool:
     Raises:
         ValueError: backend is none, or "triton" where the kernel cannot run.
     """
-    K, limit = q.shape[-1], widest_head(q, MAX_K)
+    K, limit = q.shape[-1], max_head_size(q, MAX_K)
     missing = "" if limit >= K else f"heads of at most {limit}, not {K}"
     return network_backend(backend, q.device, q.dtype, missing) == "triton"
 
@@ -50,7 +50,7 @@ def _solve(
     return kernel.solve(b, *matrices, steps, dtype)
 
 
-SOLVE = registered(
+SOLVE = register_operator(
     "mesa_solve(Tensor b, Tensor k, Tensor g, Tensor beta, Tensor ridge, "
     "Tensor? initial_state, Tensor? cu_seqlens, int steps, bool half)"
     " -> Tensor",

@@ -13,8 +13,8 @@ from fastweights.arguments import check_dim, check_gate, check_number
 from fastweights.dtypes import MIN_LOG_DECAY, cast_for_autocast, compute_dtype
 from fastweights.heads import state_shape
 from fastweights.ops.common.backends import Backend
-from fastweights.ops.common.registration import registered
-from fastweights.ops.common.rows import Rows, rows_inside, write_rows
+from fastweights.ops.common.registration import register_operator
+from fastweights.ops.common.rows import Rows, clamp_rows, write_rows
 from fastweights.ops.members import Keys, PerHead, Values
 from fastweights.ops.normaliser import (
     StateAndNormaliser,
@@ -30,7 +30,7 @@ from fastweights.packing import (
     tail_mask,
 )
 from fastweights.ranks.group import Ranks, current_ranks, refuse_ranks
-from fastweights.ranks.shard import shard_of, with_a_token
+from fastweights.ranks.shard import shard_of, with_at_least_a_token
 
 Stabilizer = Float[Tensor, "N HV"]
 Memory = tuple[StateAndNormaliser, Stabilizer]
@@ -98,7 +98,7 @@ def mlstm(
     options: Any = (eps, scale, chunk_size, backend)
     if (ranks := current_ranks()) is None:
         return _local_mlstm(*operands, *options)
-    return _over_ranks(ranks, *operands, *options)
+    return _mlstm_over_ranks(ranks, *operands, *options)
 
 
 def _local_mlstm(
@@ -143,7 +143,7 @@ def _local_mlstm(
     return divide_by_normaliser(o, z, floor, eps).to(v.dtype), (state, last)
 
 
-def _over_ranks(
+def _mlstm_over_ranks(
     ranks: Ranks,
     q: Keys,
     k: Keys,
@@ -162,7 +162,7 @@ def _over_ranks(
     m', and m' is rounded up to the dtype that it is handed over in.
     """
     T = q.shape[1]
-    q, k, v, g = with_a_token(q, k, v, g)
+    q, k, v, g = with_at_least_a_token(q, k, v, g)
     if T == 0:
         i = F.pad(i, (0, 0, 0, 1), value=-torch.inf)
     check_dim("g", g, 3, "[B, T, HV]")
@@ -329,7 +329,7 @@ def _running_maximum(a: Tensor, b: Tensor) -> Tensor:
 
 
 # One node of a compiled graph for any T.
-RUNNING_MAXIMUM = registered(
+RUNNING_MAXIMUM = register_operator(
     "running_maximum(Tensor a, Tensor b) -> Tensor",
     _running_maximum,
     lambda a, b: torch.empty_like(b),
@@ -380,7 +380,7 @@ def mlstm_step(
     check_number("eps", eps, ">= 0")
     S, m = state
     dtype = compute_dtype(q.dtype)
-    first = m if rows is None else m[rows_inside(rows, m)]
+    first = m if rows is None else m[clamp_rows(rows, m)]
     decay, weight, floor, last = gates_in_units(
         g, i, first, None, dtype, empty_decay=MIN_LOG_DECAY
     )

@@ -43,7 +43,7 @@ from fastweights.ranks.shard import (
     run_over_ranks,
     shard_of,
     total_decay,
-    with_a_token,
+    with_at_least_a_token,
 )
 
 
@@ -58,7 +58,7 @@ def recurrence_over_ranks(
     check_arguments(operands, scale=scale, chunk_size=chunk_size, min_tokens=0)
     check_backend(backend)
     T = operands.q.shape[1]
-    q, k, v, g, beta, erase, initial_state, cu_seqlens = with_a_token(
+    q, k, v, g, beta, erase, initial_state, cu_seqlens = with_at_least_a_token(
         *operands
     )
     if g is not None and g.dim() == 1:

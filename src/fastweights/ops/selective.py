@@ -45,7 +45,7 @@ from fastweights.ops.common.registration import Operator, needs_gradient
 from fastweights.ops.common.rows import (
     Rows,
     check_rows_of_states,
-    rows_inside,
+    clamp_rows,
     write_rows,
 )
 from fastweights.ops.decode import MAX_TOKENS
@@ -54,7 +54,7 @@ from fastweights.ranks.group import current_ranks, refuse_ranks
 from fastweights.ranks.shard import (
     run_additive_over_ranks,
     shard_of,
-    with_a_token,
+    with_at_least_a_token,
 )
 from fastweights.torch_backend import selective as torch_backend
 
@@ -133,7 +133,7 @@ def selective_scan(
     x, B, C = cast_for_autocast(x, B, C)
     if (ranks := current_ranks()) is not None:
         T = x.shape[1]
-        x, dt, B, C, z = with_a_token(x, dt, B, C, z)
+        x, dt, B, C, z = with_at_least_a_token(x, dt, B, C, z)
     check_scan(x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens)
     check_flags(dt_softplus=dt_softplus)
     check_backend(backend)
@@ -394,7 +394,7 @@ def selective_step(
     G = B.shape[2] if B.dim() == 4 else 1
     spread = x.shape[2] // G
     B, C = (t.unflatten(-1, (1, -1)) if t.dim() == 3 else t for t in (B, C))
-    h = state if rows is None else state[rows_inside(rows, state)]
+    h = state if rows is None else state[clamp_rows(rows, state)]
     outputs = []
     with without_autocast(x):
         for t in range(x.shape[1]):

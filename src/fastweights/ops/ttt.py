@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fastweights.dtypes import without_autocast
 from fastweights.ops.common.backends import (
+    max_head_size,
     network_backend,
     record_run,
-    widest_head,
 )
 from fastweights.ops.common.registration import Operator
 
@@ -29,7 +29,7 @@ def kernel_takes(backend: str, q: Tensor, size: int, depth: int) -> bool:
     Raises:
         ValueError: backend is none, or "triton" where the kernel cannot run.
     """
-    K, limit = q.shape[-1], widest_head(q, MAX_K)
+    K, limit = q.shape[-1], max_head_size(q, MAX_K)
     need = (
         f"one layer, heads of at most {limit} and mini-batches of at most "
         f"{MAX_C} tokens, not {depth}, {K} and {size}"

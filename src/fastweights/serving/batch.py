@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from fastweights.models.decoding import fetch, send
+from fastweights.models.decoding import copy_to_device, start_fetch
 from fastweights.models.model import LanguageModel
 from fastweights.models.pool import StatePool
 from fastweights.models.recording import Recording, States, is_recordable
@@ -116,12 +116,14 @@ class Batch:
             if state is not None:
                 state.used = room - 1
         greedy = all(x.temperature == 0 for x in requests)
-        all_tokens = greedy or all(x.top_p == 1 for x in requests)
-        sampling = replace(self.sampling, greedy=greedy, all_tokens=all_tokens)
+        whole_distribution = greedy or all(x.top_p == 1 for x in requests)
+        sampling = replace(
+            self.sampling, greedy=greedy, whole_distribution=whole_distribution
+        )
         step = functools.partial(self._step, sampling)
         if self.recordable:
             recording = self.recordings.setdefault(
-                (greedy, all_tokens), Recording(memory=self.memory)
+                (greedy, whole_distribution), Recording(memory=self.memory)
             )
             recording(step, self.states)
         else:
@@ -129,7 +131,7 @@ class Batch:
         for request in requests:
             self.pool.tokens_read[request.row] += 1
             request.num_drawn += 1
-        return fetch(self.drawn_token)
+        return start_fetch(self.drawn_token)
 
     def _step(self, sampling: Sampling, states: States) -> States:
         logits, after = self.model(self.token[:, None], states)
@@ -168,7 +170,7 @@ class RecordedPrefill:
         inputs += [*rows, *others][:N]
         # torch.tensor takes seven times as long: 2 ms for 8,192 tokens.
         integers = torch.frombuffer(array("q", inputs), dtype=torch.int64)
-        self.inputs.copy_(send(integers, self.inputs))
+        self.inputs.copy_(copy_to_device(integers, self.inputs))
         self.recording(self._step, self.states)
 
     def _step(self, states: States) -> States:

@@ -124,7 +124,7 @@ def network(
     now, rates = first, logs.exp().unbind(-3)
     kept, means = [torch.ones(())] * 4, (torch.zeros(()), torch.tensor(0.5))
     if way == "forgets":
-        kept = (-chunk * weights[5].exp()).exp().unbind(-3)
+        kept = [*(-chunk * weights[5].exp()).exp().unbind(-3)]
     said = []
     for x, target in zip(k.split(chunk, -2), v.split(chunk, -1), strict=True):
         W1, b1, W2, b2 = now

@@ -36,7 +36,7 @@ TILE = 512  # queries per tile, where the mask is written
 ASKS_FOR_GQA = torch_internals.version_of(torch) >= (2, 12)
 
 
-def attention(q: Heads, k: Keys, v: Keys, mask: Tensor | None = None) -> Heads:
+def sdpa(q: Heads, k: Keys, v: Keys, mask: Tensor | None = None) -> Heads:
     """Causal, or where ``mask`` is true; heads of k and v are shared."""
     o = F.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -61,14 +61,14 @@ def attend_causally(
     if cu_seqlens is not None:
         return packed_attention(q, k, v, cu_seqlens)
     if q.shape[1] == k.shape[1]:
-        return attention(q, k, v)
+        return sdpa(q, k, v)
     if q.is_cuda:
         # Here, since its module imports a compiler.
         from torch.nn.attention.bias import causal_lower_right
 
         q, k, v = cast_for_autocast(q, k, v)
-        return attention(q, k, v, causal_lower_right(q.shape[1], k.shape[1]))
-    return attend_tiles(q, k, v, None)
+        return sdpa(q, k, v, causal_lower_right(q.shape[1], k.shape[1]))
+    return attend_by_tiles(q, k, v, None)
 
 
 def packed_attention(
@@ -118,10 +118,10 @@ def packed_attention(
             if q_n.shape[1]
         ]
         return torch.cat(outputs, 1)
-    return attend_tiles(q, k, v, cu_seqlens)
+    return attend_by_tiles(q, k, v, cu_seqlens)
 
 
-def attend_tiles(
+def attend_by_tiles(
     q: Heads, k: Keys, v: Keys, cu_seqlens: Offsets | None
 ) -> Heads:
     """Attention by a mask, of TILE of the last queries at a time."""
@@ -131,12 +131,12 @@ def attend_tiles(
     else:
         sequence = sequence_ids(cu_seqlens, end)
     if q.shape[1] <= TILE:
-        return attend_tile(q, k, v, sequence[before:], sequence)
+        return attend_one_tile(q, k, v, sequence[before:], sequence)
     tiles = []
     for start in range(before, end, TILE):
         stop = start + TILE
         o = checkpoint(
-            attend_tile,
+            attend_one_tile,
             q[:, start - before : stop - before],
             k[:, :stop],
             v[:, :stop],
@@ -162,7 +162,7 @@ def reads_offsets(device: torch.device, dtype: torch.dtype, K: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def attend_tile(
+def attend_one_tile(
     q: Float[Tensor, "B C H K"],
     k: Keys,
     v: Keys,
@@ -171,4 +171,4 @@ def attend_tile(
 ) -> Float[Tensor, "B C H K"]:
     """The last C queries of T tokens; of each, which sequence it is in."""
     same = q_sequence[:, None] == sequence
-    return attention(q, k, v, same.tril(len(sequence) - len(q_sequence)))
+    return sdpa(q, k, v, same.tril(len(sequence) - len(q_sequence)))

@@ -99,7 +99,7 @@ class CheckedModule(nn.Module):
         super().__init_subclass__(**options)
         make = vars(cls).get("__init__")
         if make is not None:
-            checked = _checked(make, is_from_here(cls))
+            checked = _checked(make, is_ours(cls))
             cls.__init__ = checked  # type: ignore[method-assign]
 
 
@@ -194,7 +194,7 @@ class Layer(CheckedModule):
         What the constructor of a layer from elsewhere does, and whether it
         takes a device, is not known here.
         """
-        return is_from_here(type(self).__init__) and is_from_here(self.compute)
+        return is_ours(type(self).__init__) and is_ours(self.compute)
 
     @torch.no_grad()
     def meta_state(self, T: int) -> LayerState:
@@ -260,7 +260,7 @@ def extrapolate(after: Callable[[int], int], T: int) -> int:
     return after(1024) + per_token * (T - 1024)
 
 
-def is_from_here(made: Any) -> bool:
+def is_ours(made: Any) -> bool:
     """Whether a class or function is one of this project's."""
     package, *_ = made.__module__.split(".")
     return package in ("fastweights", "fastweights_lab")

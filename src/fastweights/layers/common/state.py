@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastweights.arguments import check_integers, check_rows, is_readable
 from fastweights.dtypes import compute_dtype
-from fastweights.ops.common.rows import rows_inside, write_rows
+from fastweights.ops.common.rows import clamp_rows, write_rows
 from fastweights.ops.decode import MAX_TOKENS, decode_step
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.packing import sequence_ids
@@ -120,7 +120,7 @@ class LayerState:
         x = self.tensor(name)
         if self.rows is None:
             return x
-        rows = self.rows if self.all_inside else rows_inside(self.rows, x)
+        rows = self.rows if self.all_inside else clamp_rows(self.rows, x)
         return x.index_select(0, rows)
 
     def tensor(self, name: str) -> Tensor:

@@ -178,7 +178,7 @@ def _warn_once(missing: str) -> None:
     )
 
 
-def widest_head(q: Tensor, K: int) -> int:
+def max_head_size(q: Tensor, K: int) -> int:
     """The widest head of a kernel that takes K channels, and in fp32 half."""
     return K // 2 if q.dtype == torch.float32 else K
 

@@ -63,7 +63,7 @@ def backward(
 FORMULAS: dict[Any, Callable[..., int]] = {}  # of operators that have one
 
 
-def tell_counters() -> None:
+def register_flop_formulas() -> None:
     """Give PyTorch's FLOP counters these formulas, open ones too.
 
     Its module imports Triton, so that it is left alone until somebody else

@@ -16,13 +16,13 @@ from torch.autograd import forward_ad
 
 from fastweights import torch_internals
 from fastweights.arguments import TENSOR_TYPES
-from fastweights.ops.common.flops import FORMULAS, tell_counters
+from fastweights.ops.common.flops import FORMULAS, register_flop_formulas
 
 # The library's lower interface: its custom_op looks for aliases in each call.
 LIBRARY = torch.library.Library("fastweights", "FRAGMENT")
 
 
-def registered(
+def register_operator(
     schema: str,
     function: Callable,
     fake: Callable,
@@ -50,7 +50,7 @@ class Operator:
     ``forward`` and ``backward`` are those two. A call of the object itself
     returns the results that are not hidden. Where nothing looks at operators
     it takes the functions behind them, and an autograd.Function: both spare
-    the host time, since of an operator's registered gradient, which
+    the host time, since of an operator's register_operator gradient, which
     torch.compile needs, PyTorch looks through the arguments for lists.
 
     Args:
@@ -111,14 +111,14 @@ class Operator:
         back = ", ".join([*grads, inputs, *saved, options])
         schema = f"{name}({inputs}, {options}) -> ({results})"
         gradient = self.differentiate, self.save
-        self.forward = registered(schema, forward, fake, *gradient)
+        self.forward = register_operator(schema, forward, fake, *gradient)
         schema = f"{name}_backward({back}) -> Tensor[] grads"
-        self.backward = registered(
+        self.backward = register_operator(
             schema, backward, self.fake_backward, self.refuse
         )
         packets = self.forward.overloadpacket, self.backward.overloadpacket
         FORMULAS.update(zip(packets, flops, strict=False))
-        tell_counters()
+        register_flop_formulas()
 
     def __call__(self, *arguments: Any) -> Any:
         inputs = arguments[: len(self.names)]
@@ -126,7 +126,7 @@ class Operator:
             return self.results(self.forward(*arguments))
         if torch_internals.under_transform():
             self.refuse_transforms(*inputs)
-        operator = past_dispatcher(self.forward, self.functions[0], inputs)
+        operator = skip_dispatcher(self.forward, self.functions[0], inputs)
         # A trace takes the operator's own gradient.
         if needs_gradient(*inputs) and not torch.jit.is_tracing():
             for name, x in zip(self.names, inputs, strict=True):
@@ -159,7 +159,7 @@ class Operator:
         operator: Callable = self.backward  # which refuses its own gradient
         if not torch.is_grad_enabled():
             arguments = (*grads, *tensors)
-            operator = past_dispatcher(operator, self.functions[1], arguments)
+            operator = skip_dispatcher(operator, self.functions[1], arguments)
         results = iter(operator(*grads, *tensors[:n], *saved, *ctx.options))
         inputs = tensors[: self.with_gradient]
         nones = n - len(inputs) + len(ctx.options)
@@ -216,7 +216,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     )
 
 
-def past_dispatcher(
+def skip_dispatcher(
     operator: Callable, function: Callable, tensors: Iterable[Any]
 ) -> Callable:
     """The function behind an operator, which spares the host 50 us per call.
@@ -228,7 +228,7 @@ def past_dispatcher(
     """
     watched = torch_internals.is_watched()
     if watched:
-        tell_counters()
+        register_flop_formulas()
     must_dispatch = watched or any(
         [
             x is not None

@@ -42,7 +42,7 @@ def check_rows_of_states(
         extra_dtypes = ()
 
 
-def rows_inside(rows: Rows, pool: Tensor) -> Rows:
+def clamp_rows(rows: Rows, pool: Tensor) -> Rows:
     """Rows that the pool has, for others some row of it."""
     return rows.to(torch.int64).clamp(0, pool.shape[0] - 1)
 
@@ -59,7 +59,7 @@ def rows_to_write(
     first = inside.int().argmax()
     source = torch.arange(rows.shape[0], device=rows.device)
     source = source.where(inside, first)
-    return rows_inside(rows, pool)[source], source, inside.any()
+    return clamp_rows(rows, pool)[source], source, inside.any()
 
 
 def write_rows(pool: Tensor, new: Tensor, rows: Rows | None) -> None:
