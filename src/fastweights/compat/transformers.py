@@ -73,7 +73,7 @@ beside_attention = functools.partial(with_check, warn_of_attention)
 def with_activation(convolve: Callable, tensors: int) -> Callable:
     """A convolution with any of transformers' activations after it.
 
-    By position the activation comes after so many tensors, as in
+    By position the activation comes after ``tensors`` tensors, as in
     transformers' own function.
     """
 

@@ -143,7 +143,7 @@ def unit_columns(W: Tensor, eps: float = 1e-5) -> Tensor:
 
 
 def norms_of(start: Params) -> Callable[[Params], Params]:
-    """Brings what each unit reads back to the norm that it has in start.
+    """A function that brings each unit's weights back to their norm in start.
 
     The units of W [..., K, N] are its columns: LaCT's 'rows', since papers
     keep the transpose (Zhang et al. 2025).

@@ -203,7 +203,7 @@ def chunk(
     """The weights and S after the last of some tokens, and what they read.
 
     Gradients are those of the weights ``base``. ``exists`` is 1 for a token
-    that there is, else 0; None: there are all.
+    and 0 for padding; None: there is no padding.
     """
     grads = gradients(base, k, v, norm)
     slow, fast = pairwise_products(alpha), pairwise_products(eta)

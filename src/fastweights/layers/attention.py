@@ -312,7 +312,7 @@ def append_keys(
 
 
 def grow_to(x: Tensor, capacity: int) -> Tensor:
-    """x, or a copy with room for so many tokens or twice what it had."""
+    """x, or a copy with room for ``capacity`` tokens, at least twice x's."""
     if x.shape[1] >= capacity:
         return x
     more = max(capacity, 2 * x.shape[1]) - x.shape[1]

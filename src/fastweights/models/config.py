@@ -64,7 +64,7 @@ class ModelConfig(_NamesChecked):
     """
 
     vocab_size: int
-    """Tokens that there are; a token is 0 to vocab_size - 1."""
+    """The number of tokens; a token is 0 to vocab_size - 1."""
 
     dim: int
     """Width D of the residual stream."""

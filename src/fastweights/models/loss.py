@@ -307,7 +307,7 @@ def _losses_in_pieces(
 def _pieces(
     x: Hidden, targets: Tensor, size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows in pieces of so many at once, with their targets."""
+    """Rows and their targets in pieces of ``size`` rows."""
     rows, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     return zip(rows.split(size), targets.split(size), strict=True)
 

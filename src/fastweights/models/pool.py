@@ -133,7 +133,7 @@ class StatePool:
         self.free[row] = None
 
     def keep(self, row: int) -> list[LayerState]:
-        """Copy a row's states; of keys and values, those that it has read."""
+        """Copy a row's states, with the keys and values of its tokens only."""
         (row,) = self._checked_rows("row", [row])
         return [state.clone() for state in self._row(row)]
 
@@ -169,10 +169,9 @@ class StatePool:
 
         Args:
             rows: the row of each sequence, taken before; -1 for none.
-            tokens: how many the call has for each of them, or one number, the
-                most that it has for any. Where the sum of such numbers comes
-                to the capacity, the pool waits for the device to say what a
-                row has read.
+            tokens: how many each of them reads, or one number, the most that
+                any of them reads. Where such bounds add up to the capacity,
+                the pool asks the device how many a row has read.
 
         Raises:
             ValueError: a row is not taken or comes twice, or softmax
@@ -226,7 +225,7 @@ class StatePool:
             self._recount()
 
     def _overfull_rows(self, count_of: dict[int, int]) -> list[int]:
-        """The rows that may lack room for so many more tokens."""
+        """The rows that may lack room for this many more tokens."""
         if not self.grows:
             return []
         read, most = self.tokens_read, self.capacity

@@ -58,10 +58,10 @@ class Sampling:
         largest: Float[Tensor, " N"],
         likeliest: Int[Tensor, " N"],
     ) -> Int[Tensor, " N"]:
-        """Draw each row's next token, given its largest logit and whose it is.
+        """Draw each row's next token, given the largest logit and its token.
 
-        Logits may be -inf, which bans a token; of others that are not finite
-        it is any token.
+        A logit of -inf bans its token. Where others are not finite, the row's
+        token has no meaning.
         """
         token = likeliest
         if not self.greedy:

@@ -43,8 +43,9 @@ def stream(
     so that the host need not wait for each.
 
     Raises:
-        ValueError: logits are not finite, but for -inf, which bans a token:
-            before a token of theirs is yielded, on a GPU up to 16 later.
+        ValueError: logits are not finite (-inf is allowed, and bans a token).
+            On a CPU it is raised before their token is yielded, on a GPU up
+            to 16 tokens later.
     """
     V = model.config.vocab_size
     rows = as_prompts(prompts, V)

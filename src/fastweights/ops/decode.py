@@ -114,11 +114,10 @@ def decode_step(
             are. No two sequences may have the same row, which is checked
             on a CPU. One whose row is none of 0 to N - 1 (-1, say, where a
             batch is filled up) reads and writes no state; its outputs are 0.
-        accepted: [B] int32 or int64, 0 to T, which is checked on a CPU: of
-            each sequence the state becomes the one after so many of its
-            tokens, None: after all. Outputs are those of all tokens. So a
-            model reads what was only guessed to come next, and takes in what
-            turned out to be right.
+        accepted: [B] int32 or int64, 0 to T, which is checked on a CPU: how
+            many tokens of each sequence its state takes in; None: all. There
+            are outputs for all tokens. So a model reads guesses of what
+            comes next, and takes in those that turn out right.
         backend: as in linear_recurrence. "triton" is one kernel that reads
             and writes the state once; "torch" and "loop" are both the
             loop over tokens in PyTorch.

@@ -66,7 +66,7 @@ class Batch:
         self.prefills: dict[tuple[int, int], RecordedPrefill] = {}
 
     def prefill(self, pieces: list[tuple[Request, int]]) -> None:
-        """Read the next tokens of requests' texts, so many of each."""
+        """Read the next n tokens of each request, given (request, n)."""
         tokens, offsets = [], [0]
         for request, n in pieces:
             start = self.pool.tokens_read[request.row]

@@ -217,7 +217,7 @@ class Engine:
             self._start_steps(request)
 
     def _prefill_packed(self, pieces: list[tuple[Request, int]]) -> None:
-        """Read so many tokens of each request, packed in one call."""
+        """Read the next n tokens of each request in one call; keep states."""
         requests = [request for request, _ in pieces]
         with self._requeue_on_error(requests):
             self.batch.prefill(pieces)

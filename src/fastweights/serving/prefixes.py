@@ -25,7 +25,7 @@ class Hasher:
         self._length, self._hash = 0, hashlib.sha256()
 
     def key(self, text: list[int], length: int) -> Key:
-        """The key of so many of the text's first tokens."""
+        """The key of the text's first ``length`` tokens."""
         if length < self._length:
             self._length, self._hash = 0, hashlib.sha256()
         self._hash.update(array("q", text[self._length : length]))

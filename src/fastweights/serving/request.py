@@ -35,7 +35,7 @@ class Request:
     all_tokens: list[int] = field(init=False, repr=False)
     """The prompt, and the answer so far."""
     row: int = field(default=-1, repr=False)
-    """The row of the engine's pool that it has; -1: none."""
+    """Its row of the engine's pool; -1: none."""
     initial_states: list[LayerState] | None = field(default=None, repr=False)
     """States that its row is to begin with."""
     num_drawn: int = field(default=0, repr=False)

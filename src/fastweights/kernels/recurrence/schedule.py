@@ -86,7 +86,7 @@ SCALE = CallNumber("scale")  # the number that no length decides
 
 
 def buffer_offsets(lines: Iterable[CallNumber], lengths: Lengths) -> list[Any]:
-    """Where tensors of so many lines begin in one buffer; then its bytes."""
+    """Where tensors of these sizes begin in one buffer; then its bytes."""
     numbers = [x.number(lengths) for x in lines]
     return [ALIGNMENT * n for n in accumulate(numbers, initial=0)]
 
@@ -170,9 +170,9 @@ class Launch(NamedTuple):
         return self.kernel.warmup(*arguments, grid=(1,), **self.options)
 
     def fitting_kernel(self, shared: int) -> Any:
-        """The compiled kernel, in at most so many bytes of shared memory.
+        """The compiled kernel, in at most ``shared`` bytes of shared memory.
 
-        How many it takes differs by the compiler's version: where the
+        How many it takes differs by the compiler's version. Where the
         launch's own stages do not fit, it has fewer, which load less ahead
         and change nothing else. A RuntimeError names a kernel that does not
         compile, or does not fit with one stage.
@@ -261,7 +261,7 @@ class Schedule:
         self.prepare_once = lru_cache(maxsize=256)(self.prepare)
 
     def load(self, shared: int) -> None:
-        """Load its kernels, into so many bytes of shared memory per program.
+        """Load its kernels; a program has ``shared`` bytes of shared memory.
 
         They are compiled if they are not yet, or awaited if some thread
         compiles them. What cannot be compiled raises, and may be tried again.

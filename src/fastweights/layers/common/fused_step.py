@@ -87,9 +87,9 @@ def runs_kernels(x: Tensor) -> bool:
 def are_plain(x: Tensor, modules: Sequence[nn.Module | None]) -> bool:
     """Whether the modules do for x what their source says, and no more.
 
-    Then their parameters may be used past their forwards: nobody has touched
-    the modules, and parameters are contiguous on x's device, in x's dtype (but
-    for a decay's), and no bias (but for a convolution's).
+    Then their parameters may be used past their forwards. Nobody has touched
+    the modules, and their parameters are contiguous on x's device. A decay's
+    may be of another dtype than x's, and only a convolution has a bias.
     """
     for module in modules:
         if module is None:
@@ -129,7 +129,7 @@ def is_plain_layer(
 def project_and_add(
     x: Tokens, o: Float[Tensor, "B T C"], projection: Any, **options: Any
 ) -> Tokens:
-    """x + projection(o), with what :func:`gemv` has before a product."""
+    """x + projection(o); the options are :func:`gemv`'s, applied to o."""
     if not runs_kernels(x):
         return in_torch.project_and_add(x, o, projection)
     from fastweights.kernels.gemv import gemv

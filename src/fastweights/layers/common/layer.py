@@ -230,10 +230,10 @@ def _row_shapes(state: LayerState) -> dict[str, tuple[int, ...]]:
 def compute_by_token(
     compute: Callable[..., tuple[Tokens, LayerState]], x: Tokens, state: Any
 ) -> tuple[Tokens, LayerState]:
-    """A layer's ``compute``, a token at a time, and the state as accepted.
+    """Call a layer's ``compute`` a token at a time; keep accepted states.
 
-    The layer goes on from copies, to the last token; of the states on the
-    way each sequence keeps the one that it has taken in.
+    The layer goes on from copies, to the last token. Each sequence keeps the
+    state after the last token that it accepts.
     """
     outputs, accepted = [], state.accepted
     states_kept = {

@@ -28,7 +28,7 @@ from fastweights.torch_internals import is_traced
 
 
 def whole_number(name: str, size: float) -> int:
-    """A size that was computed, as the integer >= 1 that it has to be."""
+    """A computed size as an integer >= 1; raise if it is none."""
     if not math.isclose(size, round(size), rel_tol=1e-6) or size < 1:
         raise ValueError(f"{name}: got {size}, need an integer >= 1")
     return round(size)
@@ -37,7 +37,7 @@ def whole_number(name: str, size: float) -> int:
 def scaled_size(
     name: str, factor: float, num_heads: int = 1, **size: int
 ) -> int:
-    """factor * size / num_heads, the integer >= 1 that it has to be.
+    """factor * size / num_heads as an integer >= 1; raise if it is none.
 
     V = scaled_size("expand_v", expand_v, num_heads, dim=dim)
     """
@@ -140,11 +140,10 @@ def check_input(
 def _check_state(
     state: LayerState, layer: Any, x: Tensor, rows: int, packed: bool
 ) -> None:
-    """Raise unless it is a state of this layer for so many sequences.
+    """Raise unless it is a state of this layer, for this number of rows.
 
-    The fields that it needs, and the shapes of their rows, are what the layer
-    itself makes, if it can be asked; in a graph and under torch.func they are
-    not looked at.
+    The layer itself tells which fields it needs, and their shapes, if it can
+    be asked. In a graph and under torch.func these are not checked.
     """
     if not isinstance(state, LayerState):
         got = type(state).__name__

@@ -45,11 +45,10 @@ def is_untouched(module: nn.Module, source: Source) -> bool:
 
 
 def is_plain(module: nn.Module, source: Source, device: torch.device) -> bool:
-    """Whether using a module's weight is the same as calling the module.
+    """Whether a module's weight does all that a call of the module does.
 
-    Its weight is used past its forward only where this is true; elsewhere
-    the module is called. What is sharded or offloaded is no plain tensor on
-    ``device``.
+    Only then may the weight be used past the module's forward. A weight that
+    is sharded or offloaded is no plain tensor on ``device``.
     """
     if not is_untouched(module, source):
         return False

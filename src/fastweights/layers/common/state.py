@@ -25,17 +25,16 @@ Offsets = Int[Tensor, " N+1"]
 class LayerState:
     """What a layer needs of the past, one row per sequence.
 
-    A layer fills the fields that it has; the others are None. S and m are
-    fp32 (fp64 in an fp64 layer) whatever the layer's dtype is: a state in
-    half precision loses small writes. A pool may have S in bf16 all the same.
-    All others but ``position`` may be in any dtype: a call reads them in its
-    own, under autocast in that of autocast, writes them in place in theirs,
-    and makes new ones in its own.
+    Fields that a layer does not use are None. S and m are fp32 (fp64 in an
+    fp64 layer) whatever the layer's dtype is: a state in half precision loses
+    small writes. A pool may have S in bf16 all the same. ``position`` is
+    int64. The other fields may be in any dtype: a call converts them to its
+    own, or to autocast's, and where it writes in place, back.
 
     The tensors are its memory. ``used`` is a bound that each call moves on, so
     that none asks the device. ``rows``, ``all_inside`` and ``accepted`` are
-    the next call's: they say what it does with the memory, and no copy has
-    them.
+    for the next call: they say what it does with the memory, and copies do
+    not have them.
 
     A state made under torch.inference_mode goes on outside of it too, where
     copies take the places of its tensors; under torch.compile and in a pool

@@ -1,7 +1,7 @@
 """Which backend computes, and the record of those that did.
 
-"auto" is settled here, by device, dtype and versions; so is what is said where
-a GPU does not get the kernels.
+Device, dtype and versions decide what "auto" means. Where a GPU does not get
+the kernels, a warning says why.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def rows_to_write(
 
 
 def write_rows(pool: Tensor, new: Tensor, rows: Rows | None) -> None:
-    """Write ``new`` into these rows of the pool, those that it has.
+    """Write ``new`` into these rows of the pool, except rows outside of it.
 
     A pool that comes from torch.inference_mode may change there only.
     """
