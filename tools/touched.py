@@ -5,8 +5,8 @@
 A change is what differs from COMMIT, HEAD unless given, and what git does
 not know yet; if nothing does, the last commit. Without git, or without that
 commit's parent, no test is chosen. A module's tests are those of its name or
-its folder's, and those that import it, a chapter's its rules and answers; the
-API reference of the site is made of docstrings.
+its folder's (test_recurrence_packs), and those that import it, a chapter's its
+rules and answers; the API reference of the site is made of docstrings.
 With --interpreted, those that Triton's interpreter runs.
 """
 
@@ -23,7 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 # Minutes each, in full; of these, what goes through all the stages.
 SAMPLES = {
-    "kernels/test_recurrence.py": "each_stage or gates_that_open or segments",
+    "kernels/test_recurrence.py": "each_stage",
+    "kernels/test_recurrence_gates.py": "gates_that_open",
+    "kernels/test_recurrence_packs.py": "segments",
     "kernels/test_decode.py": "one-token or half_precision",
     "compile/test_recurrence.py": "products_in_bf16 and 90",
     "compile/test_decode.py": "registers_in_bf16 and 90",
@@ -69,9 +71,11 @@ def found_for(path: str) -> Iterator[Path]:
         yield TESTS / "book/test_chapters.py"
     elif path.startswith("src/") and file.suffix == ".py":
         module = ".".join(file.with_suffix("").parts[1:])
-        names = f"test_{file.stem}", f"test_{file.parent.name}"
+        folder = f"test_{file.parent.name}"
+        names = f"test_{file.stem}", folder
         for test in TESTS.rglob("test_*.py"):
-            if test.stem in names or module in imported(test):
+            named = test.stem in names or test.stem.startswith(f"{folder}_")
+            if named or module in imported(test):
                 yield test
     elif file.parts[0] == "tests" and file.suffix == ".py":
         for test in TESTS.rglob("test_*.py"):
