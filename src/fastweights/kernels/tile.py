@@ -255,12 +255,13 @@ def by_columns(x, WIDE: tl.constexpr):
 
     If a product of 64 rows leads to another one, Triton has both groups of
     four warps compute all of it. It does not look for the other product past
-    the end of a branch, so here is one, which is always taken. Times 1 less 0
-    gives the branch something to do. The machine code has neither.
+    the end of a branch, so here is one, which is always taken. What it does to
+    the bits only LLVM sees to be nothing, so the machine code has neither.
     """
     if WIDE:
         if tl.num_programs(0) > 0:
-            x = tl.fma(x, 1.0, -0.0)
+            bits = x.to(tl.int32, bitcast=True)
+            x = ((bits | 1) & (bits | -2)).to(tl.float32, bitcast=True)
     return x
 
 

@@ -36,9 +36,12 @@ def split_decay(b_total, x):
 
 
 @triton.jit
-def decay_matrix(G, i_ch, BT: tl.constexpr, TRANSPOSED: tl.constexpr = False):
-    """e^{G_i - G_j} for j <= i, else 1, [BT, BT]; or that TRANSPOSED."""
-    b_G = tl.load(tile.slot_row(G, i_ch, BT))  # [BT]
+def decay_matrix(b_G, TRANSPOSED: tl.constexpr = False):
+    """e^{G_i - G_j} for j <= i, else 1, [BT, BT]; or that TRANSPOSED.
+
+    b_G [BT] is fp64 and has been loaded, not computed: Triton gives it the
+    layouts of rows and of columns.
+    """
     b_high = b_G.to(tl.float32)
     b_low = (b_G - b_high).to(tl.float32)
     b_D = b_high[:, None] - b_high[None, :]
@@ -121,25 +124,47 @@ def sum_rows(m_sum, b_x, SPLIT: tl.constexpr, WIDE: tl.constexpr = False):
 
 
 @triton.constexpr_function
-def fold_limits(dtype, long_steps):
-    """The level of the blocks folded at their middles, and a number of bits.
+def fold_limits(dtype):
+    """How far a step decays at most where blocks are folded, in bits; levels.
 
-    A block has 2^level rows, and a step in it decays by so many bits at most:
-    half a block of those stays in the range of fp32. In half precision tiles
-    with long_steps have shorter blocks.
+    A step counts as no more, so 2^-29 of what it clears, or 2^-56 in fp32,
+    is left for the rest of its block. Blocks have 2^level rows, at most 2^5,
+    and at least so few that half of one decays by 2^-116 at most.
     """
-    if dtype == tl.float32:
-        return 2, 56.0
-    return (3, 29.0) if long_steps else (4, 14.0)
+    return (56.0, 2) if dtype == tl.float32 else (29.0, 3)
+
+
+@triton.constexpr_function
+def half_blocks(rows, BT, BK, level):
+    """The shape in which some rows are halves of blocks of 2^level of BT."""
+    return BT >> (level - 1), (rows << (level - 1)) // BT, BK
 
 
 @triton.jit
-def is_shut(b_total):
-    """Whether a channel decays to 0 within a step, as by a gate of -inf.
+def mark_of(b_high, b_total, dtype: tl.constexpr):
+    """A mark for a tile that is not factorable: 1 + the level of its blocks.
 
-    It then decays by 2^-8192 in a chunk, and its tile is folded nowhere.
+    They are as long as half of one decays by 2^-116 at most (fold_limits), so
+    that factors stay in the range of fp32. Blocks are single rows where a
+    channel decays by 2^-8192, as by a gate of -inf: that lets nothing pass.
     """
-    return tl.min(b_total) < -8192.0
+    BT: tl.constexpr = b_high.shape[0]
+    BK: tl.constexpr = b_high.shape[1]
+    LIMITS: tl.constexpr = fold_limits(dtype)
+    LAST: tl.constexpr = min(5, num_levels(BT))
+    mark = 1 + LAST
+    b_step = b_high.to(tl.float32)
+    if tl.min(b_step) < -116.0 / 2 ** (LAST - 1):  # else one look is enough
+        b_half = tl.maximum(b_step, -LIMITS[0])  # of a block
+        mark = 1 + min(LIMITS[1], LAST)
+        for level in tl.static_range(LIMITS[1] + 1, LAST + 1):
+            b_half = tl.reshape(
+                b_half, half_blocks(b_half.shape[0], BT, BK, level)
+            )
+            b_half = tl.sum(b_half, axis=1)
+            mark = tl.where(tl.min(b_half) < -116.0, mark, 1 + level)
+        mark = tl.where(tl.min(b_total) < -8192.0, 1, mark)
+    return mark
 
 
 @triton.jit
@@ -167,30 +192,24 @@ def pairs_across(level, BT: tl.constexpr):
 
 
 @triton.jit
-def folded_factors(b_high, b_low, shut, x, WIDE: tl.constexpr = False):
+def folded_factors(
+    b_high, b_low, mark, dtype: tl.constexpr, WIDE: tl.constexpr = False
+):
     """Factors of rows and columns, [BT, BK], and pairs [BT, BT] in one block.
 
-    A block of fold_limits(x's dtype) is seen from its middle: the decay of a
-    pair is a product of two factors, of which one may be large. So a step
-    there decays by its bits at most, and what decays further leaves 2^-29 of
-    itself, or 2^-56 in fp32. If the tile is ``shut``, blocks are single rows.
+    A block of the chunk's mark (mark_of) is seen from its middle: the decay of
+    a pair is a product of two factors, of which one may be large, up to 2^116.
     The last result is the level at which the other pairs begin.
     """
-    dtype: tl.constexpr = x.dtype.element_ty
     BT: tl.constexpr = b_high.shape[0]
-    ROOM: tl.constexpr = num_levels(BT)
-    NEAR: tl.constexpr = fold_limits(dtype, False)
-    FAR: tl.constexpr = fold_limits(dtype, True)
+    LIMITS: tl.constexpr = fold_limits(dtype)
     EXACT: tl.constexpr = dtype == tl.float32
-    long_steps = tl.min(b_high.to(tl.float32)) < -NEAR[1]
-    level_of_fold = tl.where(long_steps, min(FAR[0], ROOM), min(NEAR[0], ROOM))
-    least = tl.where(long_steps, -FAR[1], -NEAR[1])
-    m_far = b_high < least
-    b_high = tl.where(m_far, least.to(tl.float16), b_high)
+    m_far = b_high < -LIMITS[0]
+    b_high = tl.where(m_far, tl.cast(-LIMITS[0], tl.float16), b_high)
     b_low = tl.where(m_far, tl.cast(0.0, tl.float16), b_low)
-    b_D, m_second = to_middle(b_high, b_low, level_of_fold, EXACT, WIDE)
+    fold = tl.maximum(mark - 1, 1)  # of single rows no factor is used
+    b_D, m_second = to_middle(b_high, b_low, fold, EXACT, WIDE)
     b_D = tl.where(m_second, b_D, -b_D)
-    level = tl.where(shut, 0, level_of_fold)
-    o_b = tl.arange(0, BT) >> level
+    o_b = tl.arange(0, BT) >> (mark - 1)
     m_A = o_b[:, None] == o_b[None, :]
-    return tl.exp2(b_D), tl.exp2(-b_D), m_A, level + 1
+    return tl.exp2(b_D), tl.exp2(-b_D), m_A, mark

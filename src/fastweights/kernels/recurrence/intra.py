@@ -9,69 +9,55 @@ from fastweights.kernels.recurrence import gates, inverse
 
 @triton.jit
 def add_scores(
-    b_Aqk,
-    b_Aek,
-    inputs,
-    rows,
-    i_k,
-    b_r,
-    b_c,
+    sums,
+    keys,
+    factors,
     m_A,
     dtype: tl.constexpr,
     META: tl.constexpr,
 ):
     """Add (q b_r) (k b_c)^T where m_A to b_Aqk; (e b_r) (k b_c)^T to b_Aek.
 
-    q, k and e are those of key tile i_k; e, the key that reads, is erase, or
-    without it k. Only the delta rule has Aek. rows are the value head's.
-    Factors b_r and b_c are [BT, BK], sums [BT, BT].
+    keys are one tile of q, k and e, [BT, BK]; e is the key that reads, erase,
+    or without it k. Only the delta rule has Aek. Factors b_r and b_c are
+    [BT, BK], the two sums [BT, BT].
     """
     PRECISION: tl.constexpr = META.PRECISION
-    KEYS: tl.constexpr = META.key_tiles
-    HV_KEYS: tl.constexpr = META.hv_key_tiles
-    t, end, i_hv = rows
-    rows_of_key = (t, end, i_hv // (META.HV // META.H))
-    b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
+    b_Aqk, b_Aek = sums
+    b_q, b_k, b_e = keys
+    b_r, b_c = factors
     b_kT = tl.trans((b_k * b_c).to(dtype))  # [BK, BT]
-    b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)  # [BT, BK]
     b_qr = (b_q * b_r).to(dtype)  # [BT, BK]
     b_A = tl.dot(b_qr, b_kT, input_precision=PRECISION)
     b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
     if META.DELTA:
-        if META.ERASE:
-            b_k = tile.load_rows(inputs.erase, rows, i_k, HV_KEYS)
-        b_kr = (b_k * b_r).to(dtype)  # [BT, BK]
-        b_A = tl.dot(b_kr, b_kT, input_precision=PRECISION)
+        b_er = (b_e * b_r).to(dtype)  # [BT, BK]
+        b_A = tl.dot(b_er, b_kT, input_precision=PRECISION)
         b_Aek += tl.where(m_A, b_A, 0.0)  # [BT, BT]
     return b_Aqk, b_Aek
 
 
 @triton.jit
-def add_scores_by_level(
-    b_Aqk, b_Aek, inputs, rows, i_k, b_high, b_low, shut, META: tl.constexpr
-):
-    """Add key tile i_k's scores [BT, BT] at any gates, level by level.
+def add_scores_by_level(sums, keys, b_high, b_low, mark, META: tl.constexpr):
+    """Add a tile's scores [BT, BT] at any gates, level by level.
 
     gates.folded_factors has the first pairs; then come those with a token in
     each half of a block of twice as many rows, and so on. They are seen from
     the border of the halves, where no factor is above 1.
     """
+    b_k = keys[1]
     BT: tl.constexpr = META.BT
-    dtype: tl.constexpr = inputs.k.dtype.element_ty
+    dtype: tl.constexpr = b_k.dtype
     EXACT: tl.constexpr = dtype == tl.float32
     FOLDED: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype
-    b_r, b_c, m_A, first = gates.folded_factors(b_high, b_low, shut, inputs.k)
-    b_Aqk, b_Aek = add_scores(
-        b_Aqk, b_Aek, inputs, rows, i_k, b_r, b_c, m_A, FOLDED, META
-    )
+    b_r, b_c, m_A, first = gates.folded_factors(b_high, b_low, mark, dtype)
+    sums = add_scores(sums, keys, (b_r, b_c), m_A, FOLDED, META)
     for level in range(first, gates.num_levels(BT) + 1):
         b_D, m_second = gates.to_middle(b_high, b_low, level, EXACT)
         b_d = tl.exp2(b_D)
         m_A = gates.pairs_across(level, BT)
-        b_Aqk, b_Aek = add_scores(
-            b_Aqk, b_Aek, inputs, rows, i_k, b_d, b_d, m_A, dtype, META
-        )
-    return b_Aqk, b_Aek
+        sums = add_scores(sums, keys, (b_d, b_d), m_A, dtype, META)
+    return sums
 
 
 @triton.jit
@@ -122,8 +108,10 @@ def intra_fwd_kernel(
 
     A gate per channel: Aqk, and what the state meets, q_in = e^{G - G_p} q,
     k_in = e^{G - G_p} k and k_out = e^{G_p - G} k. Their products are the
-    scores. A chunk with a channel whose decay is not factorable gets a mark in
-    marks, and is left to intra_unfactorable_kernel.
+    scores. A channel whose decay is not factorable has e^G and e^{G_C - G}
+    there; its chunk gets a mark in marks (gates.mark_of), and leaves its
+    scores to intra_unfactorable_kernel. The backward runs the kernel AGAIN,
+    without scores and marks, which the forward has saved.
     """
     dtype: tl.constexpr = inputs.k.dtype.element_ty
     EXACT: tl.constexpr = dtype == tl.float32
@@ -132,6 +120,7 @@ def intra_fwd_kernel(
     PER_CHANNEL: tl.constexpr = META.PER_CHANNEL
     DELTA: tl.constexpr = META.DELTA
     ERASE: tl.constexpr = META.ERASE
+    AGAIN: tl.constexpr = PER_CHANNEL and scores.Aqk is None
     KEYS: tl.constexpr = META.key_tiles
     HV_KEYS: tl.constexpr = META.hv_key_tiles
     HV: tl.constexpr = META.HV
@@ -141,7 +130,7 @@ def intra_fwd_kernel(
     i_ch = i_c.to(tl.int64) * HV + i_hv
     t, end = tile.chunk_span(i_c, call.cu_seqlens, call.N, call.T, BT)
     if t >= end:
-        if PER_CHANNEL:
+        if PER_CHANNEL and not AGAIN:
             tl.store(marks + i_ch, 0)
         return
     rows, rows_of_key = (t, end, i_hv), (t, end, i_hv // (HV // META.H))
@@ -159,48 +148,54 @@ def intra_fwd_kernel(
     if ERASE and PER_HEAD:
         b_ee = tl.zeros([BT], dtype=tl.float32)
         b_kk = tl.zeros([BT], dtype=tl.float32)
-    marked = False
+    mark = 0
     NK: tl.constexpr = META.NK if PER_CHANNEL or DELTA else 0
     for i_k in range(NK):
-        if marked == 0:
-            b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
-            if ERASE:
-                b_e = tile.load_rows(inputs.erase, rows, i_k, HV_KEYS)
-                if PER_HEAD:
-                    b_ee += tl.sum(b_e.to(tl.float32) * b_e, axis=1)
-                    b_kk += tl.sum(b_k.to(tl.float32) * b_k, axis=1)
-            else:
-                b_e = b_k
-            if not PER_CHANNEL:
-                b_kT = tl.trans(b_k)  # [BK, BT]
-                b_Aek = tl.dot(b_e, b_kT, b_Aek, input_precision=PRECISION)
-            else:
-                b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)
-                b_g = tile.load_rows(inputs.g, rows, i_k, HV_KEYS)  # [BT, BK]
-                b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
-                b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
-                marked = gates.is_factorable(tl.min(b_total), inputs.k) == 0
-                o_k = i_k * META.BK + tl.arange(0, META.BK)
-                tl.store(decays.total + i_ch * K + o_k, b_total, mask=o_k < K)
-                b_G = gates.sum_gates(o_t >= 0, b_high, b_low, EXACT)
-                b_G -= (0.5 * b_total)[None, :]
-                b_k_out = (b_k * tl.exp2(-b_G)).to(dtype)  # [BT, BK]
-                tile.store_rows(qk.k_out, b_k_out, rows, i_k, HV_KEYS)
-                b_kT = tl.trans(b_k_out)  # [BK, BT]
-                b_r = tl.exp2(b_G)
-                b_q_in = (b_q * b_r).to(dtype)  # [BT, BK]
-                tile.store_rows(qk.q_in, b_q_in, rows, i_k, HV_KEYS)
+        b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
+        if ERASE:
+            b_e = tile.load_rows(inputs.erase, rows, i_k, HV_KEYS)
+            if PER_HEAD:
+                b_ee += tl.sum(b_e.to(tl.float32) * b_e, axis=1)
+                b_kk += tl.sum(b_k.to(tl.float32) * b_k, axis=1)
+        else:
+            b_e = b_k
+        if not PER_CHANNEL:
+            b_kT = tl.trans(b_k)  # [BK, BT]
+            b_Aek = tl.dot(b_e, b_kT, b_Aek, input_precision=PRECISION)
+        else:
+            b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)
+            b_g = tile.load_rows(inputs.g, rows, i_k, HV_KEYS)  # [BT, BK]
+            b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
+            b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
+            o_k = i_k * META.BK + tl.arange(0, META.BK)
+            tl.store(decays.total + i_ch * K + o_k, b_total, mask=o_k < K)
+            if not AGAIN:
+                if gates.is_factorable(tl.min(b_total), inputs.k) == 0:
+                    found = gates.mark_of(b_high, b_total, dtype)
+                    mark = tl.where(mark > 0, tl.minimum(mark, found), found)
+            m_factorable = gates.is_factorable(b_total, inputs.k)  # [BK]
+            b_outer = tl.where(m_factorable, 0.5 * b_total, 0.0)[None, :]
+            b_G = gates.sum_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
+            b_k_out = (b_k * tl.exp2(b_G - b_outer)).to(dtype)  # [BT, BK]
+            tile.store_rows(qk.k_out, b_k_out, rows, i_k, HV_KEYS)
+            b_G = gates.sum_gates(o_t >= 0, b_high, b_low, EXACT)
+            b_r = tl.exp2(b_G - b_outer)
+            b_q_in = (b_q * b_r).to(dtype)  # [BT, BK]
+            tile.store_rows(qk.q_in, b_q_in, rows, i_k, HV_KEYS)
+            b_kT = tl.trans(b_k_out)  # [BK, BT]
+            if not AGAIN:
                 b_Aqk = tl.dot(b_q_in, b_kT, b_Aqk, input_precision=PRECISION)
-                if DELTA:
-                    b_k_in = (b_e * b_r).to(dtype)  # [BT, BK]
-                    tile.store_rows(qk.k_in, b_k_in, rows, i_k, HV_KEYS)
+            if DELTA:
+                b_k_in = (b_e * b_r).to(dtype)  # [BT, BK]
+                tile.store_rows(qk.k_in, b_k_in, rows, i_k, HV_KEYS)
+                if not AGAIN:
                     b_Aek = tl.dot(
                         b_k_in, b_kT, b_Aek, input_precision=PRECISION
                     )
 
-    if PER_CHANNEL:
-        tl.store(marks + i_ch, marked)
-        if marked:
+    if PER_CHANNEL and not AGAIN:
+        tl.store(marks + i_ch, mark)
+        if mark > 0:
             return
     if PER_HEAD:
         # After the products: before them, the barriers of the sums and the
@@ -229,7 +224,8 @@ def intra_fwd_kernel(
             if factorable:
                 b_Aek *= b_in[:, None] * b_out[None, :]
             else:
-                b_Aek *= gates.decay_matrix(decays.G, i_ch, BT)
+                b_G = tl.load(tile.slot_row(decays.G, i_ch, BT))  # [BT]
+                b_Aek *= gates.decay_matrix(b_G)
     steps = store_scores(b_Aqk, b_Aek, b_beta, scores, rows, META)
     if PER_HEAD and DELTA:
         if ERASE:
@@ -246,71 +242,34 @@ def intra_fwd_kernel(
 
 @triton.jit
 def intra_unfactorable_kernel(
-    inputs, qk, decays, scores, marks, call, META: tl.constexpr
+    inputs, decays, scores, marks, call, META: tl.constexpr
 ):
-    """intra_fwd_kernel with a gate per channel, for unfactorable chunks.
-
-    A channel whose decay is not factorable has q_in = e^G q, k_in = e^G k and
-    k_out = e^{G_C - G} k. Without scores, which the forward has saved for the
-    backward, the kernel runs on all chunks, and marks them.
-    """
-    dtype: tl.constexpr = inputs.k.dtype.element_ty
-    EXACT: tl.constexpr = dtype == tl.float32
-    AGAIN: tl.constexpr = scores.Aqk is None
-    DELTA: tl.constexpr = META.DELTA
+    """The scores and R of a chunk that intra_fwd_kernel has marked."""
     KEYS: tl.constexpr = META.key_tiles
     HV_KEYS: tl.constexpr = META.hv_key_tiles
     HV: tl.constexpr = META.HV
-    K: tl.constexpr = META.K
     BT: tl.constexpr = META.BT
     i_c, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
     i_ch = i_c.to(tl.int64) * HV + i_hv
-    if not AGAIN:
-        if tl.load(marks + i_ch) == 0:
-            return
-    t, end = tile.chunk_span(i_c, call.cu_seqlens, call.N, call.T, BT)
-    if t >= end:
-        tl.store(marks + i_ch, 0)
+    mark = tl.load(marks + i_ch)
+    if mark == 0:
         return
+    t, end = tile.chunk_span(i_c, call.cu_seqlens, call.N, call.T, BT)
     rows, rows_of_key = (t, end, i_hv), (t, end, i_hv // (HV // META.H))
-    o_t = tile.time_order(BT)
     b_beta = None
-    if inputs.beta is not None:
-        b_beta = tile.load_numbers(inputs.beta, rows, HV, BT)  # [BT]
-        b_beta = b_beta.to(tl.float32)
-        tl.store(tile.slot_row(decays.row_beta, i_ch, BT), b_beta)
-    b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
-    b_Aek = tl.zeros([BT, BT], dtype=tl.float32)
-    marked = False
+    if decays.row_beta is not None:
+        b_beta = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))  # [BT]
+    zeros = tl.zeros([BT, BT], dtype=tl.float32)
+    sums = zeros, zeros
     for i_k in range(META.NK):
-        b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
-        b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)  # [BT, BK]
         b_g = tile.load_rows(inputs.g, rows, i_k, HV_KEYS)  # [BT, BK]
+        b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)  # [BT, BK]
+        b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
+        b_e = b_k
+        if META.ERASE:
+            b_e = tile.load_rows(inputs.erase, rows, i_k, HV_KEYS)  # [BT, BK]
         b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
-        b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
-        o_k = i_k * META.BK + tl.arange(0, META.BK)
-        tl.store(decays.total + i_ch * K + o_k, b_total, mask=o_k < K)
-        m_factorable = gates.is_factorable(b_total, inputs.k)  # [BK]
-        marked |= gates.is_factorable(tl.min(b_total), inputs.k) == 0
-        b_outer = tl.where(m_factorable, 0.5 * b_total, 0.0)[None, :]
-        b_G = gates.sum_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
-        b_k_out = (b_k * tl.exp2(b_G - b_outer)).to(dtype)  # [BT, BK]
-        tile.store_rows(qk.k_out, b_k_out, rows, i_k, HV_KEYS)
-        b_G = gates.sum_gates(o_t >= 0, b_high, b_low, EXACT)
-        b_in = tl.exp2(b_G - b_outer)
-        b_q_in = (b_q * b_in).to(dtype)  # [BT, BK]
-        tile.store_rows(qk.q_in, b_q_in, rows, i_k, HV_KEYS)
-        if DELTA:
-            b_e = b_k
-            if META.ERASE:
-                b_e = tile.load_rows(inputs.erase, rows, i_k, HV_KEYS)
-            b_k_in = (b_e * b_in).to(dtype)  # [BT, BK]
-            tile.store_rows(qk.k_in, b_k_in, rows, i_k, HV_KEYS)
-        if not AGAIN:
-            shut = gates.is_shut(b_total)
-            b_Aqk, b_Aek = add_scores_by_level(
-                b_Aqk, b_Aek, inputs, rows, i_k, b_high, b_low, shut, META
-            )
-    if AGAIN:
-        tl.store(marks + i_ch, marked)
+        keys = b_q, b_k, b_e
+        sums = add_scores_by_level(sums, keys, b_high, b_low, mark, META)
+    b_Aqk, b_Aek = sums
     store_scores(b_Aqk, b_Aek, b_beta, scores, rows, META)

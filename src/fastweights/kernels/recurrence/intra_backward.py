@@ -155,7 +155,8 @@ def intra_bwd_kernel(
             b_outer, b_inner = gates.split_decay(b_total, scan_results.do)
             b_D = b_in[:, None] * (b_out * b_weight)[None, :]  # [BT, BT]
             if gates.is_factorable(b_total, scan_results.do) == 0:
-                b_D = gates.decay_matrix(decays.G, i_ch, BT)
+                b_G = tl.load(tile.slot_row(decays.G, i_ch, BT))  # [BT]
+                b_D = gates.decay_matrix(b_G)
                 b_D *= b_weight[None, :]
             b_dAqk *= call.scale * b_D
             b_dAek *= -b_D
@@ -284,33 +285,20 @@ def gate_bwd_kernel(dg_parts, dtotal, dg, call, META: tl.constexpr):
 
 @triton.jit
 def add_grads(
-    sums,
-    dscores,
-    inputs,
-    rows,
-    i_k,
-    factors,
-    m_A,
-    dtype: tl.constexpr,
-    META: tl.constexpr,
+    sums, dscores, keys, factors, m_A, dtype: tl.constexpr, META: tl.constexpr
 ):
     """Add to sums what passes through the scores in m_A, with their factors.
 
     The sums are b_dq_hv of dq; b_dk_hv of dk; b_de of derase, whose part
     without it is b_dk_hv's; and b_pairs of the gates between two tokens: what
-    rows gain less what columns lose, from equally rounded operands. rows are
-    the value head's. Factors are those of the scores' rows and columns.
+    rows gain less what columns lose, from equally rounded operands. keys are
+    q, k and e, factors those of the scores' rows and columns.
     """
     b_dq_hv, b_dk_hv, b_de, b_pairs = sums
     b_dAqk, b_dAek = dscores
     b_r, b_c = factors
     PRECISION: tl.constexpr = META.PRECISION
-    KEYS: tl.constexpr = META.key_tiles
-    HV_KEYS: tl.constexpr = META.hv_key_tiles
-    t, end, i_hv = rows
-    rows_of_key = (t, end, i_hv // (META.HV // META.H))
-    b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
-    b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)  # [BT, BK]
+    b_q, b_k, b_e = keys
     b_kc = (b_k * b_c).to(dtype)  # [BT, BK]
     b_qr = (b_q * b_r).to(dtype)  # [BT, BK]
     b_A = tl.where(m_A, b_dAqk, 0.0).to(dtype)
@@ -320,18 +308,16 @@ def add_grads(
     b_qT = tl.trans(b_qr)  # [BK, BT]
     b_dkc = tile.dot(b_qT, b_A, None, PRECISION, True)  # [BK, BT]
     if META.DELTA:
-        if META.ERASE:
-            b_k = tile.load_rows(inputs.erase, rows, i_k, HV_KEYS)
-        b_kr = (b_k * b_r).to(dtype)  # [BT, BK]
+        b_er = (b_e * b_r).to(dtype)  # [BT, BK]
         b_A = tl.where(m_A, b_dAek, 0.0).to(dtype)
-        b_dkr = tile.dot(b_A, b_kc, None, PRECISION, True)  # [BT, BK]
+        b_der = tile.dot(b_A, b_kc, None, PRECISION, True)  # [BT, BK]
         if META.ERASE:
-            b_de += b_r * b_dkr
+            b_de += b_r * b_der
         else:
-            b_dk_hv += b_r * b_dkr
-        b_pairs += b_kr * b_dkr
-        b_kT = tl.trans(b_kr)  # [BK, BT]
-        b_dkc = tl.dot(b_kT, b_A, b_dkc, input_precision=PRECISION)
+            b_dk_hv += b_r * b_der
+        b_pairs += b_er * b_der
+        b_eT = tl.trans(b_er)  # [BK, BT]
+        b_dkc = tl.dot(b_eT, b_A, b_dkc, input_precision=PRECISION)
     b_dkc = tl.trans(tile.by_columns(b_dkc, True))  # [BT, BK]
     b_dk_hv += b_c * b_dkc
     b_pairs -= b_kc * b_dkc
@@ -376,6 +362,19 @@ def intra_bwd_unfactorable_kernel(
         i_hv = i_h * NG + i_g
         i_ch = i_c.to(tl.int64) * HV + i_hv
         rows = (t, end, i_hv)
+        # All loads first: none goes ahead of a barrier by itself.
+        b_g = tile.load_rows(inputs.g, rows, i_k, HV_KEYS)  # [BT, BK]
+        b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
+        b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)  # [BT, BK]
+        b_e = b_k
+        if ERASE:
+            b_e = tile.load_rows(inputs.erase, rows, i_k, HV_KEYS)  # [BT, BK]
+        o_k = i_k * BK + tl.arange(0, BK)
+        p_total = decays.total + i_ch * META.K + o_k
+        b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)  # [BK]
+        mark = tl.maximum(tl.load(marks + i_ch), 1)
+        if decays.row_beta is not None:
+            b_beta = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))  # [BT]
         b_dAqk, b_dAek, b_dq_hv, b_dk_hv, b_de, b_dtotal = sum_over_values(
             scan_results, rows, i_ch, i_k, META
         )
@@ -387,13 +386,11 @@ def intra_bwd_unfactorable_kernel(
         if ERASE:
             b_dAek *= -1.0
         elif DELTA:
-            b_beta = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))  # [BT]
             if grads.dbeta is not None:
                 store_dbeta(grads.dbeta, b_dAek, b_beta, rows, i_k, META)
             b_dAqk *= b_beta[None, :]
             b_dAek *= -b_beta[None, :]
             b_dk_hv *= b_beta[:, None]
-        b_g = tile.load_rows(inputs.g, rows, i_k, HV_KEYS)  # [BT, BK]
         b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
         b_G = gates.sum_gates(o_t >= 0, b_high, b_low, EXACT, True)
         b_in = tl.exp2(b_G)
@@ -402,15 +399,9 @@ def intra_bwd_unfactorable_kernel(
         b_de *= -b_in
         b_G = gates.sum_gates(o_t < 0, b_high, b_low, EXACT, True)
         b_dk_hv *= tl.exp2(b_G)
-        b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
-        b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)  # [BT, BK]
-        b_e = b_k
-        if ERASE:
-            b_e = tile.load_rows(inputs.erase, rows, i_k, HV_KEYS)  # [BT, BK]
         b_w = b_k * b_dk_hv  # [BT, BK]
         b_pairs = b_q * b_dq_hv + b_e * b_de
         b_dg = gates.sum_rows(o_t > 0, b_w, SPLIT, True)
-        b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
         b_dg += (tl.exp2(b_total) * b_dtotal)[None, :]
 
         # Through the scores, the diagonal by itself.
@@ -421,21 +412,17 @@ def intra_bwd_unfactorable_kernel(
             b_dk_hv += b_de
         b_dAqk = tl.where(o_t > 0, b_dAqk, 0.0).to(dtype)  # [BT, BT]
         b_dAek = tl.where(o_t > 0, b_dAek, 0.0).to(dtype)  # [BT, BT]
-        shut = gates.is_shut(b_total)
         b_r, b_c, m_A, first = gates.folded_factors(
-            b_high, b_low, shut, scan_results.do, True
+            b_high, b_low, mark, dtype, True
         )
         sums, dscores = (b_dq_hv, b_dk_hv, b_de, b_pairs), (b_dAqk, b_dAek)
-        sums = add_grads(
-            sums, dscores, inputs, rows, i_k, (b_r, b_c), m_A, FOLDED, META
-        )
+        keys = b_q, b_k, b_e
+        sums = add_grads(sums, dscores, keys, (b_r, b_c), m_A, FOLDED, META)
         for level in range(first, LEVELS + 1):
             b_D, m_second = gates.to_middle(b_high, b_low, level, EXACT, True)
             b_d = tl.exp2(b_D)
             m_A = gates.pairs_across(level, BT)
-            sums = add_grads(
-                sums, dscores, inputs, rows, i_k, (b_d, b_d), m_A, dtype, META
-            )
+            sums = add_grads(sums, dscores, keys, (b_d, b_d), m_A, dtype, META)
         b_dq_hv, b_dk_hv, b_de, b_pairs = sums
 
         b_dq += b_dq_hv

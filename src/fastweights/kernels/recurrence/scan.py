@@ -61,17 +61,13 @@ def head_decays(decays, i_ch, x, META: tl.constexpr):
     """The parts of a head's decay, two numbers; row_in and row_out [BT, 1].
 
     The last result is whether the decay is factorable: then the chunk is seen
-    from half of it, the rows are inverses, and only one is loaded.
+    from half of it.
     """
     b_total = tl.load(decays.total + i_ch)
     b_outer, b_inner = gates.split_decay(b_total, x)
+    b_in = tl.load(tile.slot_row(decays.row_in, i_ch, META.BT))[:, None]
     b_out = tl.load(tile.slot_row(decays.row_out, i_ch, META.BT))[:, None]
-    factorable = gates.is_factorable(b_total, x)
-    if factorable:
-        b_in = 1.0 / b_out
-    else:
-        b_in = tl.load(tile.slot_row(decays.row_in, i_ch, META.BT))[:, None]
-    return b_outer, b_inner, b_in, b_out, factorable
+    return b_outer, b_inner, b_in, b_out, gates.is_factorable(b_total, x)
 
 
 @triton.jit
@@ -300,6 +296,8 @@ def scan_fwd_kernel(
             b_outer, b_inner, b_in, b_out, factorable = head_decays(
                 decays, i_ch, v, META
             )
+        if READS and PER_HEAD and not DELTA:
+            b_G = tl.load(tile.slot_row(decays.G, i_ch, BT))  # [BT]
         b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
         b_v = tile.load_chunk(t_v, span, c_v, i_hv, i_v, VALUES)
         if not PER_CHANNEL or DELTA:
@@ -360,7 +358,11 @@ def scan_fwd_kernel(
                 b_o *= tl.where(factorable, b_outer, b_in)
                 b_scale = call.scale * tl.where(factorable, b_in, 1.0)
                 if factorable == 0:
-                    b_A *= gates.decay_matrix(decays.G, i_ch, BT)
+                    if DELTA:  # no registers are left to load it ahead
+                        b_G = tl.load(
+                            tile.slot_row(decays.G, i_ch, BT)
+                        )  # [BT]
+                    b_A *= gates.decay_matrix(b_G)
                     b_new = b_v_new.to(b_v.dtype)
             if not PER_CHANNEL:
                 b_A = tl.where(tile.time_order(BT) >= 0, b_A, 0.0)
@@ -548,6 +550,8 @@ def scan_bwd_kernel(
                 decays, i_ch, output_grads.do, META
             )
 
+        if PER_HEAD:
+            b_G = tl.load(tile.slot_row(decays.G, i_ch, BT))  # [BT]
         b_k = tile.load_chunk(t_k_out, span, c, i_h, 0, KEYS)
         b_q = tile.load_chunk(t_q_in, span, c, i_h, 0, KEYS)
         b_do = tile.load_chunk(t_do, span, c, i_hv, i_v, VALUES)
@@ -569,7 +573,7 @@ def scan_bwd_kernel(
         if PER_HEAD:
             b_w *= tl.where(factorable, b_outer, b_out)
             if factorable == 0:
-                b_A *= gates.decay_matrix(decays.G, i_ch, BT, TRANSPOSED=True)
+                b_A *= gates.decay_matrix(b_G, TRANSPOSED=True)
                 b_do_A = b_do.to(output_grads.do.dtype.element_ty)
         if not PER_CHANNEL:
             b_A = tl.where(tile.time_order(BT) <= 0, b_A, 0.0)

@@ -105,8 +105,8 @@ class TensorSpecs:
     A tensor that this kind of call does not have is None. Beyond README:
 
     row_beta       0 past a sequence's end
-    marks          not 0 for chunks with a channel whose decay is not
-                   gates.is_factorable, with a gate per channel
+    marks          with a gate per channel: 0, or gates.mark_of a chunk with a
+                   channel whose decay is not gates.is_factorable
     map_bound      without a delta rule the map is the decay: total
     border_states  the states that pass the borders of segments
     maps           those of the segments before them: M, or channels' decays
@@ -198,7 +198,7 @@ class TensorSpecs:
         # What the forward saves for the backward: but not what a gate per
         # channel makes of q and k, which is large, nor the rows beside it,
         # which the backward computes again.
-        saved = [self.Aqk, self.R, self.border_states, self.maps]
+        saved = [self.Aqk, self.R, self.marks, self.border_states, self.maps]
         saved += () if channel else self.decays
         self.saved = list(dict.fromkeys(x for x in saved if x))
 
@@ -278,6 +278,7 @@ def forward_schedule(
         builder.add("intra", intra_fwd_kernel, programs, *groups)
         if kind.per_channel:
             stage = "intra_unfactorable"
+            groups = x.inputs, x.decays, scores, x.marks
             builder.add(stage, intra_unfactorable_kernel, programs, *groups)
     if segmented:
         meta = meta_of("segment_maps", kind)
@@ -314,10 +315,10 @@ def backward_schedule(
     grads: tuple[Any, ...]
     scores, output_grads = Scores(x.Aqk, x.R), OutputGrads(x.do, x.dstate)
     if kind.per_channel:
-        groups = x.inputs, x.qk, x.decays, Scores(), x.marks
+        groups = x.inputs, x.qk, x.decays, Scores(), None
         programs = CallNumber("slots", HV)
         stage = "intra_again"
-        builder.add(stage, intra_unfactorable_kernel, programs, *groups)
+        builder.add(stage, intra_fwd_kernel, programs, *groups)
     if segmented:
         stage = "segment_maps_backward"
         grads = ScanGrads(None, None, None, x.dinitial_state, x.border_grads)
