@@ -39,7 +39,9 @@ def copy_states(
     return x.new_zeros(N, *shape, dtype=dtype)
 
 
-def sequences(cu_seqlens: Offsets | None, T: int) -> list[tuple[slice, slice]]:
+def sequence_slices(
+    cu_seqlens: Offsets | None, T: int
+) -> list[tuple[slice, slice]]:
     """The states and the tokens of each sequence that is not empty."""
     if cu_seqlens is None:
         return [(slice(None), slice(None))]
@@ -123,7 +125,7 @@ def pack_pieces(
     twice its own. ``rows`` says how many of a length are computed together.
     """
     T, pieces, short = x.shape[1], [], []
-    for n, t in sequences(cu_seqlens, T):
+    for n, t in sequence_slices(cu_seqlens, T):
         if t.stop - t.start > chunk_size:
             pieces.append(Piece(n, (slice(None), t), chunk_size))
         else:

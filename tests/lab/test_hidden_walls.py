@@ -8,12 +8,7 @@ import torch
 
 import fastweights as fw
 from fastweights.deep import networks, optimisers
-from fastweights.fast_weights import (
-    learn,
-    online_learner,
-    sgd,
-    squared_error,
-)
+from fastweights.fast_weights import learn, online_learner, sgd, squared_error
 from fastweights_lab import records
 from fastweights_lab.experiments import hidden_walls
 

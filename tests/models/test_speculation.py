@@ -15,7 +15,7 @@ from fastweights.models import (
     recording,
     speculation,
 )
-from fastweights.models.speculation import MAX_DRAFTS, PromptLookup, Reader
+from fastweights.models.speculation import MAX_DRAFTS, NgramLookup, Reader
 from fastweights.models.streaming import stream
 
 V = 71
@@ -191,16 +191,16 @@ def test_what_is_not_finite_where_it_is_reached(monkeypatch):
 
 
 def test_looked_up():
-    found = PromptLookup()
+    found = NgramLookup()
     assert found([5]) == []
     assert found([5, 6]) == []
     assert found([5, 6, 7, 8, 5]) == [6, 7, 8, 5, 6, 7, 8]
     # Of two places the last one, of more tokens rather than fewer.
     assert found([5, 6, 7, 8, 5, 9, 1, 5])[:2] == [9, 1]
     text = [1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]
-    assert PromptLookup()(text)[:4] == [4, 9, 2, 3]
-    assert PromptLookup()(text[1:])[:4] == [5, 1, 2, 3]
-    assert PromptLookup()([3, 3]) == [3] * MAX_DRAFTS
+    assert NgramLookup()(text)[:4] == [4, 9, 2, 3]
+    assert NgramLookup()(text[1:])[:4] == [5, 1, 2, 3]
+    assert NgramLookup()([3, 3]) == [3] * MAX_DRAFTS
 
 
 def test_attention_needs_no_more_room(monkeypatch):

@@ -13,7 +13,7 @@ from fastweights.models import StatePool
 from fastweights.models.sampling import Sampling
 from fastweights.serving import Engine, batch
 from fastweights.serving.engine import STEPS_PER_PREFILL
-from fastweights.serving.prefixes import Hasher, Prefixes
+from fastweights.serving.prefixes import PrefixCache, PrefixHasher
 
 SIZES = {"vocab_size": 31, "dim": 16, "head_dim": 8, "mlp_multiple": 16}
 HYBRID = ("softmax", "gated_deltanet")
@@ -395,19 +395,19 @@ def test_a_prompt_goes_on_from_one_that_began_alike(invariant):
     assert reads(*text[:30]) == (29 - 16 if invariant else 29 - 19)
     assert reads(*text[:10], 0, 0) == 11 - 8
     assert reads(*text[1:20]) == 18
-    assert e.prefixes.nbytes <= 10**6
+    assert e.prefix_cache.nbytes <= 10**6
 
 
 def test_prefixes_are_bounded_and_the_least_used_goes():
     e, some = engine(prefix_bytes=1), prompts(9, 9, 9)
     e.add(some[0], 1)
     run(e)
-    assert len(e.prefixes) == e.prefixes.nbytes == 0
+    assert len(e.prefix_cache) == e.prefix_cache.nbytes == 0
     e = engine(prefix_bytes=10**6)
     one = e.pool.keep(e.pool.acquire())
-    first, second, third = (Hasher().key([n], 1) for n in range(3))
+    first, second, third = (PrefixHasher().key([n], 1) for n in range(3))
     size = len(first.digest) + sum(state.nbytes for state in one)
-    few = Prefixes(2 * size)
+    few = PrefixCache(2 * size)
     few.add(first, one)
     few.add(second, one)
     assert few.longest([0, 5]) is one
@@ -417,10 +417,10 @@ def test_prefixes_are_bounded_and_the_least_used_goes():
 
 
 def test_a_key_is_the_same_whatever_was_hashed_before():
-    text, hasher = list(range(9)), Hasher()
+    text, hasher = list(range(9)), PrefixHasher()
     for n in (2, 7, 7, 3, 9):
-        assert hasher.key(text, n) == Hasher().key(text, n)
-    assert Hasher().key(text[1:], 2) != Hasher().key(text, 2)
+        assert hasher.key(text, n) == PrefixHasher().key(text, n)
+    assert PrefixHasher().key(text[1:], 2) != PrefixHasher().key(text, 2)
 
 
 def test_a_long_prompts_keys_take_memory_by_its_length_alone():
@@ -436,9 +436,9 @@ def test_a_long_prompts_keys_take_memory_by_its_length_alone():
     run(e)
     host, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(e.prefixes) == 64
-    one = e.prefixes.longest(prompt.tolist()[:4096])
-    assert e.prefixes.nbytes == 64 * (32 + sum(x.nbytes for x in one))
+    assert len(e.prefix_cache) == 64
+    one = e.prefix_cache.longest(prompt.tolist()[:4096])
+    assert e.prefix_cache.nbytes == 64 * (32 + sum(x.nbytes for x in one))
     assert host < 2**20  # a single copy of the prompt has as many
 
 
@@ -581,7 +581,7 @@ def test_thousands_of_requests_and_steps_in_any_order(steps):
     begun, came, ended = {}, {}, 0
     e.add(torch.arange(3), 3)
     run(e)
-    before = tensor_bytes() - bytes_of_states(e.prefixes)
+    before = tensor_bytes() - bytes_of_states(e.prefix_cache)
 
     def begin(request):
         begun[request] = len(request.tokens)
@@ -625,5 +625,5 @@ def test_thousands_of_requests_and_steps_in_any_order(steps):
         step()
     assert not begun and not came and ended > steps // 10
     assert sorted(e.pool.free) == [0, 1, 2]
-    assert 0 < e.prefixes.nbytes <= 3000
-    assert tensor_bytes() == before + bytes_of_states(e.prefixes)
+    assert 0 < e.prefix_cache.nbytes <= 3000
+    assert tensor_bytes() == before + bytes_of_states(e.prefix_cache)

@@ -48,11 +48,8 @@ def scan_chunks(
         x.unflatten(1, (count, size)).movedim(1, 0).transpose(2, 3)
         for x in tokens
     ]
-    if (
-        count > MAX_UNROLLED
-        and torch.compiler.is_compiling()
-        and torch_internals.SCAN
-    ):
+    scans = torch_internals.SCAN and count > MAX_UNROLLED
+    if scans and torch.compiler.is_compiling():
         state, outputs = _scanned(step, state, chunks)
     elif torch.is_grad_enabled() and count > 2 * GROUP_SIZE:
         state, outputs = _checkpointed(step, state, chunks)

@@ -28,7 +28,7 @@ from fastweights.layers.common.convolution import (
     HeadsConvolution,
     ShortConvolution,
 )
-from fastweights.layers.common.gates_and_norm import Decay, OutputNorm
+from fastweights.layers.common.gates import Decay, OutputNorm
 from fastweights.layers.common.layer import Layer, parameter_groups
 from fastweights.layers.common.state import LayerState
 from fastweights.layers.deltanet import DeltaNet

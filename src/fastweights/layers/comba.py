@@ -7,7 +7,7 @@ from torch import nn
 
 from fastweights.heads import l2norm
 from fastweights.layers.common.convolution import HeadsConvolution
-from fastweights.layers.common.gates_and_norm import (
+from fastweights.layers.common.gates import (
     Decay,
     FactoryOptions,
     OutputNorm,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastweights.heads import l2norm
 from fastweights.layers.common.convolution import HeadsConvolution
-from fastweights.layers.common.gates_and_norm import (
+from fastweights.layers.common.gates import (
     FactoryOptions,
     OutputNorm,
     write_strength,

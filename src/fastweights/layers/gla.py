@@ -8,7 +8,7 @@ from torch import nn
 
 from fastweights.dtypes import upcast
 from fastweights.layers.common.convolution import HeadsConvolution
-from fastweights.layers.common.gates_and_norm import (
+from fastweights.layers.common.gates import (
     FactoryOptions,
     OutputNorm,
     low_rank,

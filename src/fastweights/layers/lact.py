@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastweights.deep import lact
 from fastweights.dtypes import upcast
-from fastweights.layers.common.gates_and_norm import FactoryOptions, OutputNorm
+from fastweights.layers.common.gates import FactoryOptions, OutputNorm
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     check_even,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.fused_step import fused_layer_step
-from fastweights.layers.common.gates_and_norm import (
+from fastweights.layers.common.gates import (
     Decay,
     FactoryOptions,
     OutputNorm,

@@ -9,11 +9,7 @@ from torch import Tensor, nn
 
 from fastweights.dtypes import upcast
 from fastweights.layers.common.convolution import HeadsConvolution
-from fastweights.layers.common.gates_and_norm import (
-    Decay,
-    FactoryOptions,
-    OutputNorm,
-)
+from fastweights.layers.common.gates import Decay, FactoryOptions, OutputNorm
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import scaled_size, whole_number
 from fastweights.layers.common.state import (

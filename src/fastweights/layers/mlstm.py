@@ -8,7 +8,7 @@ from torch import nn
 
 from fastweights.dtypes import upcast
 from fastweights.heads import split_heads
-from fastweights.layers.common.gates_and_norm import FactoryOptions, OutputNorm
+from fastweights.layers.common.gates import FactoryOptions, OutputNorm
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import scaled_size
 from fastweights.layers.common.state import LayerState, Offsets, state_to_step

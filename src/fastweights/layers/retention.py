@@ -8,7 +8,7 @@ from torch import nn
 
 from fastweights.dtypes import compute_dtype
 from fastweights.heads import split_heads
-from fastweights.layers.common.gates_and_norm import FactoryOptions, OutputNorm
+from fastweights.layers.common.gates import FactoryOptions, OutputNorm
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     check_even,

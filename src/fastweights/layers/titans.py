@@ -13,7 +13,7 @@ from fastweights.deep import titans
 from fastweights.deep.dual_form import Layers, Norm
 from fastweights.dtypes import upcast
 from fastweights.layers.common.convolution import HeadsConvolution
-from fastweights.layers.common.gates_and_norm import FactoryOptions, OutputNorm
+from fastweights.layers.common.gates import FactoryOptions, OutputNorm
 from fastweights.layers.common.layer import CheckedModule, Layer, Tokens
 from fastweights.layers.common.layer_arguments import head_size, scaled_size
 from fastweights.layers.common.plain_modules import is_untouched, source_of
@@ -21,7 +21,7 @@ from fastweights.layers.common.state import LayerState, Offsets
 from fastweights.layers.common.unpacked_rows import UnpackedRows
 
 
-class Start(CheckedModule):
+class StartWeights(CheckedModule):
     """What every sequence's memory begins with: weights, and its norm's.
 
     A module that is called for them: what shards parameters, or fetches them
@@ -57,7 +57,7 @@ class Start(CheckedModule):
         names = [f"{x}{i + 1}" for i in range(self.depth) for x in "Wb"]
         names += ["norm_weight", "norm_bias"]
         tensors: list[Tensor] = [getattr(self, name) for name in names]
-        if not is_untouched(self, START):
+        if not is_untouched(self, PLAIN_START):
             tensors = [p.clone() for p in tensors]
         pairs = [*zip(tensors[::2], tensors[1::2], strict=True)]
         return pairs[:-1], pairs[-1]
@@ -73,7 +73,7 @@ class Start(CheckedModule):
         self.norm_weight.fill_(1)
 
 
-START = source_of(Start)
+PLAIN_START = source_of(StartWeights)
 
 
 class TitansMemory(Layer):
@@ -132,7 +132,7 @@ class TitansMemory(Layer):
         self.dim, self.chunk_size, self.max_rate = dim, chunk_size, max_rate
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         widths = [K, *[hidden] * (depth - 1), K]
-        self.start = Start(H, widths, **factory)
+        self.start = StartWeights(H, widths, **factory)
         self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **factory)
         self.convolution = HeadsConvolution(
             (H, H), (K, K), conv_size, **factory

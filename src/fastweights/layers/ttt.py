@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fastweights.deep import ttt
 from fastweights.dtypes import upcast
 from fastweights.heads import split_heads
-from fastweights.layers.common.gates_and_norm import FactoryOptions
+from fastweights.layers.common.gates import FactoryOptions
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import check_even, head_size
 from fastweights.layers.common.rotary import rotary
@@ -128,7 +128,7 @@ class TTTLinear(Layer):
         q, k, v = split_heads(self.qkv_proj(x), self.heads)
         position = token_positions(x.shape[1], x.device, state, cu_seqlens)
         position = position % self.mini_batch
-        q, k = (neighbours(t, position, self.theta) for t in (q, k))
+        q, k = (rotary_neighbours(t, position, self.theta) for t in (q, k))
         rate = upcast(self.rate_proj(x)).sigmoid() * self.base_lr / q.shape[-1]
         unpacked = UnpackedRows(x, state, cu_seqlens)
         offset = upcast(self.step_offset)
@@ -168,7 +168,7 @@ class TTTMLP(TTTLinear):
     default_lr = 0.1
 
 
-def neighbours(
+def rotary_neighbours(
     x: Float[Tensor, "B T H K"], position: Tensor, theta: float
 ) -> Float[Tensor, "B T H K"]:
     """Rotary positions for pairs of neighbouring channels."""

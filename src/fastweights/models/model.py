@@ -83,10 +83,9 @@ def fused_mlp(x: Tokens, mlp: Any) -> Tokens | None:
     """x + mlp(x) in two launches; None if its modules have to be called."""
     if not is_untouched(mlp, PLAIN_SEQUENTIAL):
         return None
-    if not is_untouched(mlp[1], PLAIN_SWIGLU):
+    norm, swiglu = mlp
+    if not is_untouched(swiglu, PLAIN_SWIGLU):
         return None
-    norm: Any = mlp[0]
-    swiglu: Any = mlp[1]
     if not are_plain(x, [norm, swiglu.up_proj, swiglu.down_proj]):
         return None
     (y,) = norm_and_project(x, norm, [swiglu.up_proj], swiglu=True)
@@ -206,16 +205,16 @@ class LanguageModel(CheckedModule):
         self.head: nn.Linear | None = None
         if not config.tie_embeddings:
             self.head = nn.Linear(D, V, bias=False, device=device, dtype=dtype)
-        self._draw()
+        self._init_weights()
 
     def reset_parameters(self) -> None:
         """All parameters as at the start, drawn again."""
         for child in self.children():
             child.apply(_reset)  # what a module holds before the module
-        self._draw()
+        self._init_weights()
 
     @torch.no_grad()
-    def _draw(self) -> None:
+    def _init_weights(self) -> None:
         """Draw the matrices, and what layers draw themselves."""
         small = 0.02 / math.sqrt(self.config.num_branches)
         for name, module in self.named_modules():

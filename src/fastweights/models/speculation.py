@@ -236,9 +236,7 @@ def make_proposer(
             "function or None"
         )
     guessers: list[Any] = [
-        PromptLookup()
-        if draft == "lookup"
-        else lambda text: draft(text.copy())
+        NgramLookup() if draft == "lookup" else lambda text: draft(text.copy())
         for _ in rows
     ]
 
@@ -263,7 +261,7 @@ def draft_by_model(reader: Reader) -> list[Text]:
     return drafts
 
 
-class PromptLookup:
+class NgramLookup:
     """What followed the last tokens where they stood in the text before.
 
     The last three tokens, else two, else one, are looked up where they stood

@@ -133,9 +133,7 @@ def fields_for_transformers(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     Raises:
         ValueError: no type fits; the message says what each of them needs.
     """
-    fault = {
-        name: next(unsupported_parts(config, name), None) for name in CLASSES
-    }
+    fault = {name: next(unsupported(config, name), None) for name in CLASSES}
     fits = [name for name, said in fault.items() if said is None]
     if not fits:
         raise ValueError(
@@ -175,7 +173,7 @@ def layer_options(config: ModelConfig, layer_type: str) -> dict[str, Any]:
     return options
 
 
-def unsupported_parts(config: ModelConfig, name: str) -> Iterator[str]:
+def unsupported(config: ModelConfig, name: str) -> Iterator[str]:
     """The parts of a config that no model of this type of transformers has."""
     olmo, types = name == "olmo_hybrid", dict.fromkeys(config.layer_types)
     if types.keys() != LAYER_TYPES.keys():

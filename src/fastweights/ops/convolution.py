@@ -254,7 +254,7 @@ def check_pairs(heads: tuple[int, int], sizes: tuple[int, int]) -> None:
             raise ValueError(f"{name}: got {tuple(pair)}, need both >= 1")
 
 
-def _implementation(backend: str, x: Tensor) -> tuple[str, ModuleType]:
+def _backend_and_module(backend: str, x: Tensor) -> tuple[str, ModuleType]:
     """The backend that runs, and where its functions stand.
 
     Without a token PyTorch's, since there is nothing to launch.
@@ -272,7 +272,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What a backend computes."""
     *inputs, heads, eps, silu, backend = arguments
-    chosen, module = _implementation(backend, x)
+    chosen, module = _backend_and_module(backend, x)
     check_offsets_on_host(inputs[-1], x.shape[1])
     record_run(f"{chosen} forward")
     with without_autocast(x):
@@ -301,7 +301,7 @@ def _backward(
     nothing depends on it.
     """
     *others, heads, eps, silu, backend = arguments
-    chosen, module = _implementation(backend, x)
+    chosen, module = _backend_and_module(backend, x)
     record_run(f"{chosen} backward")
     outputs = [dq, dk, dv]
     if any(dy is None for dy in outputs):

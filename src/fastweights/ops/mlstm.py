@@ -30,7 +30,7 @@ from fastweights.packing import (
     tail_mask,
 )
 from fastweights.ranks.group import Ranks, current_ranks, refuse_ranks
-from fastweights.ranks.shard import shard_of, with_at_least_a_token
+from fastweights.ranks.shard import shard_of, with_a_token
 
 Stabilizer = Float[Tensor, "N HV"]
 Memory = tuple[StateAndNormaliser, Stabilizer]
@@ -162,7 +162,7 @@ def _mlstm_over_ranks(
     m', and m' is rounded up to the dtype that it is handed over in.
     """
     T = q.shape[1]
-    q, k, v, g = with_at_least_a_token(q, k, v, g)
+    q, k, v, g = with_a_token(q, k, v, g)
     if T == 0:
         i = F.pad(i, (0, 0, 0, 1), value=-torch.inf)
     check_dim("g", g, 3, "[B, T, HV]")

@@ -43,7 +43,7 @@ from fastweights.ranks.shard import (
     run_over_ranks,
     shard_of,
     total_decay,
-    with_at_least_a_token,
+    with_a_token,
 )
 
 
@@ -58,7 +58,7 @@ def recurrence_over_ranks(
     check_arguments(operands, scale=scale, chunk_size=chunk_size, min_tokens=0)
     check_backend(backend)
     T = operands.q.shape[1]
-    q, k, v, g, beta, erase, initial_state, cu_seqlens = with_at_least_a_token(
+    q, k, v, g, beta, erase, initial_state, cu_seqlens = with_a_token(
         *operands
     )
     if g is not None and g.dim() == 1:
@@ -122,10 +122,8 @@ def _forward(operands: Operands, options: OperatorOptions) -> Results:
     q, cu_seqlens = operands.q, operands.cu_seqlens
     invariant = options.invariant
     exchange = Exchange(_ranks(), q, cu_seqlens, invariant=invariant)
-    assert operands.initial_state is not None
-    entering = operands.initial_state.clone(
-        memory_format=torch.contiguous_format
-    )
+    initial_state: Any = operands.initial_state
+    entering = initial_state.clone(memory_format=torch.contiguous_format)
     local = _local(operands, entering, exchange)
     record_run("triton forward")
     with without_autocast(q):

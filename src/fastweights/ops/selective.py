@@ -54,7 +54,7 @@ from fastweights.ranks.group import current_ranks, refuse_ranks
 from fastweights.ranks.shard import (
     run_additive_over_ranks,
     shard_of,
-    with_at_least_a_token,
+    with_a_token,
 )
 from fastweights.torch_backend import selective as torch_backend
 
@@ -133,7 +133,7 @@ def selective_scan(
     x, B, C = cast_for_autocast(x, B, C)
     if (ranks := current_ranks()) is not None:
         T = x.shape[1]
-        x, dt, B, C, z = with_at_least_a_token(x, dt, B, C, z)
+        x, dt, B, C, z = with_a_token(x, dt, B, C, z)
     check_scan(x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens)
     check_flags(dt_softplus=dt_softplus)
     check_backend(backend)
@@ -243,7 +243,7 @@ def check_scan(
     )
 
 
-def _implementation(backend: str, x: Tensor) -> tuple[str, ModuleType]:
+def _backend_and_module(backend: str, x: Tensor) -> tuple[str, ModuleType]:
     """The backend that runs, and where its functions stand."""
     chosen = choose_backend(backend, x.device, x.dtype)
     module: ModuleType = torch_backend
@@ -282,7 +282,7 @@ def _forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     y is in x's dtype, with ``full`` in that of the arithmetic.
     """
     *inputs, keep, full, backend = arguments
-    chosen, module = _implementation(backend, x)
+    chosen, module = _backend_and_module(backend, x)
     record_run(f"{chosen} forward")
     _, A, B, *_, cu_seqlens = inputs
     states = empty_states(module, x, A, B, cu_seqlens, keep)
@@ -301,7 +301,7 @@ def _fake(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     *_, cu_seqlens, keep, full, backend = others
-    _, module = _implementation(backend, x)
+    _, module = _backend_and_module(backend, x)
     states = empty_states(module, x, A, B, cu_seqlens, keep)
     S = num_sequences(x, cu_seqlens)
     y = x.new_empty(x.shape, dtype=y_dtype(x, full))
@@ -317,7 +317,7 @@ def _backward(
     depends on that result.
     """
     *inputs, (states,), _, _, backend = arguments
-    chosen, module = _implementation(backend, x)
+    chosen, module = _backend_and_module(backend, x)
     record_run(f"{chosen} backward")
     dy = torch.zeros_like(x) if dy is None else dy.contiguous()
     dstate = None if dstate is None else dstate.contiguous()

@@ -50,7 +50,7 @@ class Ranks:
             )
         return self.tokens
 
-    def start(self, T: int) -> int:
+    def tokens_before(self, T: int) -> int:
         """How many tokens the ranks before this one have."""
         return sum(self.counts(T)[: self.rank])
 
@@ -94,7 +94,7 @@ def token_offset(T: int) -> tuple[int, int]:
     ranks = current_ranks()
     if ranks is None:
         return 0, T
-    return ranks.start(T), sum(ranks.counts(T))
+    return ranks.tokens_before(T), sum(ranks.counts(T))
 
 
 def min_tokens() -> int:

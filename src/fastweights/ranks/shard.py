@@ -113,7 +113,7 @@ def shard_of(
         return Shard(ranks, None, begins, ends, rows, ~begins, rows, every)
     if is_readable(cu_seqlens):
         check_offsets(cu_seqlens.tolist(), sum(counts))
-    start = ranks.start(T)
+    start = ranks.tokens_before(T)
     return shard_of_pack(ranks, cu_seqlens, start, start + T, last)
 
 
@@ -189,7 +189,7 @@ def total_decay(
     return g[..., None] if g.dim() == 3 else g[..., None, None]
 
 
-def with_at_least_a_token(*tensors: Any) -> list[Any]:
+def with_a_token(*tensors: Any) -> list[Any]:
     """Add a token of zeros to each [B, 0, ...]; leave others as they are."""
     return [
         torch.cat([x, x.new_zeros(len(x), 1, *x.shape[2:])], 1)

@@ -19,7 +19,7 @@ from fastweights.models.model import LanguageModel
 from fastweights.models.pool import StatePool
 from fastweights.models.streaming import as_prompts, as_stops, check_sampling
 from fastweights.serving.batch import Batch
-from fastweights.serving.prefixes import Prefixes
+from fastweights.serving.prefixes import PrefixCache
 from fastweights.serving.request import Request, as_seed
 
 STEPS_PER_PREFILL = 2
@@ -86,7 +86,7 @@ class Engine:
         check_flags(invariant=invariant)
         self.pool = StatePool(model, size, capacity, dtype=dtype)
         self.batch = Batch(model, self.pool)
-        self.prefixes = Prefixes(prefix_bytes)
+        self.prefix_cache = PrefixCache(prefix_bytes)
         self.model, self.invariant = model, invariant
         self.prefill_tokens = prefill_tokens
         self.waiting: deque[Request] = deque()
@@ -185,9 +185,8 @@ class Engine:
             states, request.initial_states = request.initial_states, None
             if states is None:
                 multiple = self.prefill_tokens if self.invariant else 1
-                states = self.prefixes.longest(
-                    request.all_tokens[:-1], multiple
-                )
+                tokens = request.all_tokens[:-1]
+                states = self.prefix_cache.longest(tokens, multiple)
             if states is not None:
                 with self._requeue_on_error([request]):
                     self.pool.restore(request.row, states)
@@ -221,13 +220,13 @@ class Engine:
         requests = [request for request, _ in pieces]
         with self._requeue_on_error(requests):
             self.batch.prefill(pieces)
-        if not self.prefixes.max_bytes:
+        if not self.prefix_cache.max_bytes:
             return
         for request in requests:
             read = self.pool.tokens_read[request.row]
             if read % self.prefill_tokens == 0 or not request.unread:
                 key = request.hasher.key(request.all_tokens, read)
-                self.prefixes.add(key, self.pool.keep(request.row))
+                self.prefix_cache.add(key, self.pool.keep(request.row))
 
     def _start_steps(self, request: Request) -> None:
         """Let a request take part in steps, and queue its forks."""

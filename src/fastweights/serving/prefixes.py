@@ -11,29 +11,29 @@ from fastweights.arguments import check_integers
 from fastweights.layers import LayerState
 
 
-class Key(NamedTuple):
+class PrefixKey(NamedTuple):
     """What stands for the first tokens of a text: how many, and their hash."""
 
     length: int
     digest: bytes
 
 
-class Hasher:
+class PrefixHasher:
     """Hashes the beginnings of one text, each from the one before it."""
 
     def __init__(self) -> None:
         self._length, self._hash = 0, hashlib.sha256()
 
-    def key(self, text: list[int], length: int) -> Key:
+    def key(self, text: list[int], length: int) -> PrefixKey:
         """The key of the text's first ``length`` tokens."""
         if length < self._length:
             self._length, self._hash = 0, hashlib.sha256()
         self._hash.update(array("q", text[self._length : length]))
         self._length = length
-        return Key(length, self._hash.digest())
+        return PrefixKey(length, self._hash.digest())
 
 
-class Prefixes:
+class PrefixCache:
     """States by the tokens that they have read.
 
     Args:
@@ -48,12 +48,12 @@ class Prefixes:
                 f"prefix_bytes: got {max_bytes}, need an integer >= 0"
             )
         self.max_bytes, self.nbytes = max_bytes, 0
-        self._kept: OrderedDict[Key, list[LayerState]] = OrderedDict()
+        self._kept: OrderedDict[PrefixKey, list[LayerState]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def add(self, key: Key, states: list[LayerState]) -> None:
+    def add(self, key: PrefixKey, states: list[LayerState]) -> None:
         """Keep the states after these tokens, unless they are too large."""
         size = _nbytes(key, states)
         if key in self._kept or size > self.max_bytes:
@@ -70,7 +70,7 @@ class Prefixes:
 
         It is all of the tokens, or a multiple of ``multiple_of`` of them.
         """
-        hasher, limit = Hasher(), len(tokens)
+        hasher, limit = PrefixHasher(), len(tokens)
         lengths = {key.length for key in self._kept if key.length <= limit}
         keys = [
             hasher.key(tokens, length)
@@ -84,5 +84,5 @@ class Prefixes:
         return None
 
 
-def _nbytes(key: Key, states: list[LayerState]) -> int:
+def _nbytes(key: PrefixKey, states: list[LayerState]) -> int:
     return len(key.digest) + sum(state.nbytes for state in states)

@@ -9,7 +9,7 @@ import torch
 
 from fastweights.arguments import check_integers, check_sizes
 from fastweights.layers import LayerState
-from fastweights.serving.prefixes import Hasher
+from fastweights.serving.prefixes import PrefixHasher
 
 if TYPE_CHECKING:
     from fastweights.serving.engine import Engine
@@ -42,7 +42,9 @@ class Request:
     """Tokens that steps have drawn for it, fetched or not."""
     forks: list[Request] = field(default_factory=list, repr=False)
     """Requests that wait for it to read the prompt that they share."""
-    hasher: Hasher = field(default_factory=Hasher, init=False, repr=False)
+    hasher: PrefixHasher = field(
+        default_factory=PrefixHasher, init=False, repr=False
+    )
     """Finds the keys of what it has read, for the engine's prefixes."""
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ from fastweights.packing import (
     Piece,
     copy_states,
     pack_pieces,
-    sequences,
+    sequence_slices,
 )
 from fastweights.reference.prefix import scan_by_pairs_
 from fastweights.reference.steps import outer, read, scan, selective
@@ -161,7 +161,7 @@ def loop(
     rates = A.to(full).unflatten(0, (G, -1))
     tokens = (*in_groups(G, full, x, dt), B.to(full), C.to(full))
     outputs = []
-    for s, t in sequences(cu_seqlens, x.shape[1]):
+    for s, t in sequence_slices(cu_seqlens, x.shape[1]):
         y, h = scan(
             lambda h, x, dt, B, C: selective(h, x, dt, rates, B, C),
             torch.cat(states[s]),
@@ -170,9 +170,7 @@ def loop(
         outputs.append(y.flatten(2))
         states[s] = h.split(1)
     ends = sum(y.shape[1] for y in outputs)
-    y = torch.cat(
-        [initial_states.new_zeros(len(x), 0, x.shape[2]), *outputs], 1
-    )
+    y = torch.cat([x[:, :0].to(full), *outputs], 1)
     if D is not None:
         y = y + D.to(full) * x[:, :ends].to(full)
     y = F.pad(y, (0, 0, 0, x.shape[1] - ends))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fastweights.models import LanguageModel
-from fastweights.models.speculation import PromptLookup
+from fastweights.models.speculation import NgramLookup
 from fastweights.models.streaming import stream
 from fastweights_lab.bench.timing import DEVICE, DTYPE, ON_GPU, Row, now
 from fastweights_lab.text import corpus
@@ -60,7 +60,7 @@ def _call(
     model: LanguageModel, prompt: torch.Tensor, temperature: float, looks: bool
 ) -> tuple[float, int]:
     """Seconds and passes of the last TOKENS of a call."""
-    lookup, passes = PromptLookup(), 0
+    lookup, passes = NgramLookup(), 0
 
     def draft(text: list[int]) -> list[int]:
         nonlocal passes

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import fastweights as fw
-from fastweights.layers.common.gates_and_norm import Decay
+from fastweights.layers.common.gates import Decay
 from fastweights_lab.bench import speed
 from fastweights_lab.bench.timing import DTYPE, ON_GPU, Row, timeit
 from fastweights_lab.experiments import comparison

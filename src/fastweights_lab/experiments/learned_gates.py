@@ -18,7 +18,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from fastweights.layers import LinearRecurrence
-from fastweights.layers.common.gates_and_norm import write_strength
+from fastweights.layers.common.gates import write_strength
 from fastweights.models import LanguageModel
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)

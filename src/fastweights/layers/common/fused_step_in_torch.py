@@ -18,11 +18,7 @@ from torch import Tensor, nn
 from fastweights.dtypes import upcast
 from fastweights.heads import l2norm
 from fastweights.layers.common.convolution import HeadsConvolution
-from fastweights.layers.common.gates_and_norm import (
-    Decay,
-    OutputNorm,
-    write_strength,
-)
+from fastweights.layers.common.gates import Decay, OutputNorm, write_strength
 from fastweights.layers.common.layer import Tokens
 from fastweights.layers.common.state import LayerState
 from fastweights.ops.common.rows import write_rows

@@ -188,7 +188,7 @@ class Layer(CheckedModule):
         return extrapolate(lambda T: self.meta_state(T).nbytes, T)
 
     @property
-    def is_remade(self) -> bool:
+    def can_be_remade(self) -> bool:
         """Whether its constructor may run again, for a state's shapes.
 
         What the constructor of a layer from elsewhere does, and whether it
@@ -205,7 +205,7 @@ class Layer(CheckedModule):
         numbers = (p for p in self.parameters() if p.is_floating_point())
         like, layer = next(numbers, torch.empty(0)), self
         factory: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
-        if self.is_remade:
+        if self.can_be_remade:
             factory["device"] = torch.device("meta")
             args, options = self._made_with
             layer = type(self)(*args, **options | factory)

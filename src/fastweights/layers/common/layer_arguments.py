@@ -170,7 +170,7 @@ def _check_state(
         check_accepted("state: accepted", state.accepted, x=x)
     tensors = state.tensors()
     shapes: dict[str, tuple[int, ...]] = {}
-    if not is_traced() and layer.is_remade:
+    if not is_traced() and layer.can_be_remade:
         shapes = layer.row_shapes
         if tensors.keys() != shapes.keys():
             raise ValueError(

@@ -37,24 +37,24 @@ class UnpackedRows:
         self, x: Tensor, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> None:
         self.cu_seqlens = cu_seqlens
-        self.count = sequence_lengths(x, cu_seqlens, state)
+        self.num_tokens = sequence_lengths(x, cu_seqlens, state)
         self.position = state and state.batch_rows("position")
         self.lengths: Int[Tensor, " N"] | None = None
         if cu_seqlens is not None:
-            self.lengths = self.count
-            self.longest = max(int(self.count.max()), 1)
+            self.lengths = self.num_tokens
+            self.longest = max(int(self.num_tokens.max()), 1)
             token = torch.arange(x.shape[1], device=x.device)
             self.row = sequence_ids(cu_seqlens, x.shape[1])
             self.column = token - cu_seqlens[self.row].to(token.dtype)
             # Tokens after the last sequence have a row that is cut off.
-            N = self.count.shape[0]
+            N = self.num_tokens.shape[0]
             self.column = self.column.masked_fill(self.row == N, 0)
 
     def spread(self, x: Tensor) -> Tensor:
         """[1, T, ...] -> [N, longest, ...]; past a row's end it is 0."""
         if self.cu_seqlens is None:
             return x
-        N = self.count.shape[0]
+        N = self.num_tokens.shape[0]
         rows = x.new_zeros(N + 1, self.longest, *x.shape[2:])
         return rows.index_put((self.row, self.column), x[0])[:N]
 
@@ -62,7 +62,7 @@ class UnpackedRows:
         """[N, longest, ...] -> [1, T, ...]; 0 after the last sequence."""
         if self.cu_seqlens is None:
             return y
-        N = self.count.shape[0]
+        N = self.num_tokens.shape[0]
         y = y[self.row.clamp(max=N - 1), self.column]
         tail = (self.row == N).view(-1, *[1] * (y.dim() - 1))
         return y.masked_fill(tail, 0)[None]
@@ -70,8 +70,8 @@ class UnpackedRows:
     def position_after(self) -> Int[Tensor, " N"]:
         """How many tokens each row has read after the call."""
         if self.position is None:
-            return self.count
-        return self.position + self.count
+            return self.num_tokens
+        return self.position + self.num_tokens
 
 
 def compute_by_length(

@@ -1,4 +1,4 @@
-"""What stands around a recurrence: gates, norms, heads side by side."""
+"""Gates of a layer: its decay, its strength of writing, a gated norm."""
 
 from __future__ import annotations
 
