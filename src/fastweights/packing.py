@@ -69,7 +69,7 @@ def sequence_ids(cu_seqlens: Offsets, T: int) -> Int[Tensor, " T"]:
 
 
 def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Groups of sequences to fill up to one length, none to twice its own.
+    """Groups of sequences to pad to one length, none to twice its own.
 
     An empty one goes with the shortest of the others.
     """

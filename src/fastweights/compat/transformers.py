@@ -37,7 +37,7 @@ def with_check(check: Callable[..., None], call: Callable) -> Callable:
 
 
 def check_unpacked(*given: Any, **named: Any) -> None:
-    """Raise for what says where documents end, which a model type drops."""
+    """Raise for arguments of packed documents, which a model type drops."""
     for name in PACKED:
         if named.get(name) is not None:
             raise ValueError(

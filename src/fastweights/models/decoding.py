@@ -126,7 +126,7 @@ class Decoding:
 
 
 def copy_to_device(numbers: Tensor | list[Any], like: Tensor) -> Tensor:
-    """A tensor of the numbers where ``like`` is, which waits for no device."""
+    """Copy numbers to the device of ``like``, without waiting for it."""
     on_host = torch.as_tensor(numbers)
     if like.is_cuda:
         on_host = on_host.pin_memory()

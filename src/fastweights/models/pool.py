@@ -138,7 +138,7 @@ class StatePool:
         return [state.clone() for state in self._row(row)]
 
     def restore(self, row: int, kept: list[LayerState]) -> None:
-        """Let a row go on from what was kept, of whichever row it was."""
+        """Copy kept states to a row, which may be another than theirs."""
         (row,) = self._checked_rows("row", [row])
         self.tokens_read[row] = kept[0].used
         for state, kept_state in zip(self._row(row), kept, strict=True):

@@ -19,7 +19,7 @@ STEPS_PER_CHECK = 16
 """Tokens after which a GPU is asked whether to go on."""
 
 Draft = Literal["lookup"] | Callable[[list[int]], Iterable[int]]
-"""A LanguageModel too, which is not called but asked for what it draws."""
+"""Or a LanguageModel, whose own draws are the drafts."""
 
 Prompts = Int[Tensor, " T"] | Int[Tensor, "N T"] | Sequence[Int[Tensor, " _"]]
 
@@ -98,7 +98,7 @@ def _sampling_of(
     generator: torch.Generator | None,
     device: torch.device,
 ) -> Sampling:
-    """The same for all rows but for their seeds, which the generator draws."""
+    """The Sampling of rows alike, but for seeds that the generator draws."""
     seed = torch.empty(N, dtype=torch.int64, device=device)
     if temperature > 0:
         seed_device = device if generator is None else generator.device
@@ -176,7 +176,7 @@ def check_sampling(
     top_p: float,
     generator: torch.Generator | None,
 ) -> None:
-    """Raise for what cannot be meant."""
+    """Raise for a number of tokens or a way of drawing that cannot be."""
     check_integers({"max_new_tokens": max_new_tokens})
     if max_new_tokens < 0:
         raise ValueError(

@@ -86,7 +86,7 @@ class Exchange:
         overlap: Callable[[], None],
         arrive: Callable[..., None],
     ) -> None:
-        """Make of ``entering`` what enters this rank's sequences."""
+        """Set ``entering`` to the states that enter this rank's sequences."""
         entering, size, s = passing.entering, self.ranks.size, self.shard
         if self.in_turn:
             first = self.ranks.gather(entering)[0]
@@ -117,7 +117,7 @@ class Exchange:
         overlap: Callable[[], None],
         arrive: Callable[..., None],
     ) -> None:
-        """Make of ``entering`` the gradient of what leaves the sequences."""
+        """Set ``entering`` to the gradient of the states that leave them."""
         entering, size, s = passing.entering, self.ranks.size, self.shard
         if self.in_turn:
             grad = torch.zeros_like(entering)

@@ -153,7 +153,7 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[tuple[Request, int]]:
-        """Move requests on by a token and return those of the step before.
+        """Take a step of all requests; return the tokens of the step before.
 
         They are fetched while the device computes this step's. If the model
         raises, so does this: requests whose states may be half changed wait

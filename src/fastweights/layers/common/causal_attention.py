@@ -169,6 +169,6 @@ def attend_one_tile(
     q_sequence: Int[Tensor, " C"],
     sequence: Int[Tensor, " S"],
 ) -> Float[Tensor, "B C H K"]:
-    """The last C queries of T tokens; of each, which sequence it is in."""
+    """Attention of the last C queries, each within its own sequence."""
     same = q_sequence[:, None] == sequence
     return sdpa(q, k, v, same.tril(len(sequence) - len(q_sequence)))

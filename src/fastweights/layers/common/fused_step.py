@@ -62,7 +62,7 @@ PLAIN_SOURCES = {
 
 
 def fits_fused_step(x: Tensor) -> bool:
-    """Whether these tokens may go past their modules."""
+    """Whether these tokens may be computed without calling the modules."""
     B, T, _ = x.shape
     fits = B <= MAX_FUSED_SEQUENCES if T == 1 else B * T <= MAX_FUSED_TOKENS
     return (

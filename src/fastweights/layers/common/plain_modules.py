@@ -27,7 +27,7 @@ def source_of(module_class: type[nn.Module]) -> Source:
 
 
 def is_untouched(module: nn.Module, source: Source) -> bool:
-    """Whether a call of the module is that which stands in its source.
+    """Whether a call of the module runs the forward of its source, alone.
 
     A subclass, a parametrization or a unit of FSDP is of another class;
     adapters and offloaders put a forward of their own on the object or on

@@ -261,7 +261,7 @@ def leave_inference(state: LayerState) -> None:
 def state_to_step(
     state: LayerState | None, x: Tensor, cu_seqlens: Offsets | None
 ) -> LayerState | None:
-    """The state, if x's few tokens are a step on its own memory."""
+    """The state, if the call may step on its memory in place; else None."""
     if state is None or cu_seqlens is not None or torch.is_grad_enabled():
         return None
     if current_ranks() is not None:  # which spreads a few tokens over ranks
@@ -345,7 +345,7 @@ def sequence_lengths(
     state: LayerState | None = None,
     T: int | None = None,
 ) -> Int[Tensor, " N"]:
-    """How many tokens of each sequence stand in x, for the state to take.
+    """How many of x's tokens the state of each sequence takes in.
 
     A batch has T of each, if that is given.
     """

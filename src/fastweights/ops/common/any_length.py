@@ -31,7 +31,7 @@ SCHEMA = "str function, Tensor[] given, str arguments"
 
 
 def is_dynamic(T: int) -> bool:
-    """Whether a graph is made that is to hold for other T than this one."""
+    """Whether a graph is being made that must hold for any T."""
     if not torch.compiler.is_compiling():
         return False
     from torch.fx.experimental.symbolic_shapes import has_static_value

@@ -179,7 +179,7 @@ def _warn_once(missing: str) -> None:
 
 
 def max_head_size(q: Tensor, K: int) -> int:
-    """The widest head of a kernel that takes K channels, and in fp32 half."""
+    """The most channels of a head in a kernel: K, in fp32 half of it."""
     return K // 2 if q.dtype == torch.float32 else K
 
 

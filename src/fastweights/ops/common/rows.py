@@ -43,14 +43,14 @@ def check_rows_of_states(
 
 
 def clamp_rows(rows: Rows, pool: Tensor) -> Rows:
-    """Rows that the pool has, for others some row of it."""
+    """The rows, clamped to those that the pool has."""
     return rows.to(torch.int64).clamp(0, pool.shape[0] - 1)
 
 
 def rows_to_write(
     rows: Rows, pool: Tensor
 ) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"], Tensor]:
-    """Who writes where: rows of the pool, sequences, whether any has a row.
+    """The rows to write, the sequence that writes each, whether there is one.
 
     A sequence without a row writes what the first one that has a row does,
     into the same place: nothing depends on which of the two comes last.
