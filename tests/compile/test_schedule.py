@@ -107,7 +107,7 @@ def test_a_schedule_has_the_kernels_of_every_length(gate, rule):
             for schedule in both:
                 found[id(schedule)] = schedule
                 for step in schedule.launches:
-                    assert step.programs.number(lengths) > 0
+                    assert step.programs.value(lengths) > 0
                     seen = [as_called(t, q, lengths) for t in step.arguments]
                     for room in filter(is_room, flatten(step.arguments)):
                         made = room.empty(q, room.shape(lengths))
@@ -353,7 +353,7 @@ def test_tensors_of_a_buffer_are_aligned():
     sizes = ("tokens", 1), ("N", 64), ("slots", 0), ("L", 129), ("T", 5)
     rooms = [TensorSpec("x", of, (n,), torch.uint8) for of, n in sizes]
     lengths = Lengths(*[1] * 8)._replace(N=2)
-    lines = [x.lines for x in rooms]
+    lines = [x.num_lines for x in rooms]
     assert buffer_offsets(lines, lengths) == [0, 128, 256, 256, 512, 640]
     assert buffer_offsets([], lengths) == [0]
 

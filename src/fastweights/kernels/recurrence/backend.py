@@ -67,7 +67,7 @@ def empty_saved(
     kind, sizes = kind_of(tensors, chunk_size, invariant, ranks)
     lengths = lengths_of.__wrapped__(kind, *sizes)  # no symbol is a key
     saved = stages.TensorSpecs(kind, dtypes_of(tensors)).saved
-    size = buffer_offsets((x.lines for x in saved), lengths)[-1]
+    size = buffer_offsets((x.num_lines for x in saved), lengths)[-1]
     return allocate(saved, size, operands.q, lengths)
 
 

@@ -45,7 +45,8 @@ class TensorSpec:
     dtype: torch.dtype
 
     @property
-    def lines(self) -> CallNumber:
+    def num_lines(self) -> CallNumber:
+        """Its lines of ALIGNMENT bytes in a buffer."""
         size = prod(self.row) * self.dtype.itemsize
         return CallNumber(self.length, size, ALIGNMENT)
 
@@ -77,7 +78,7 @@ class CallNumber:
     times: int = 1
     per: int = 1
 
-    def number(self, lengths: Lengths) -> IntLike:
+    def value(self, lengths: Lengths) -> IntLike:
         """Its value in a call of such lengths."""
         return -(getattr(lengths, self.length) * -self.times // self.per)
 
@@ -87,7 +88,7 @@ SCALE = CallNumber("scale")  # the number that no length decides
 
 def buffer_offsets(lines: Iterable[CallNumber], lengths: Lengths) -> list[Any]:
     """Where tensors of these sizes begin in one buffer; then its bytes."""
-    numbers = [x.number(lengths) for x in lines]
+    numbers = [x.value(lengths) for x in lines]
     return [ALIGNMENT * n for n in accumulate(numbers, initial=0)]
 
 
@@ -256,7 +257,7 @@ class Schedule:
         self.groups = [select(x) for x in groups]
         self.selectors = [select(x.arguments) for x in self.launches]
         buffers = self.saved, self.scratch
-        self.lines = [[x.lines for x in specs] for specs in buffers]
+        self.lines = [[x.num_lines for x in specs] for specs in buffers]
         self.tma = any(getattr(x, "TMA", False) for x in self.constants)
         self.prepare_once = lru_cache(maxsize=256)(self.prepare)
 
@@ -273,12 +274,12 @@ class Schedule:
 
     def prepare(self, lengths: Lengths) -> tuple[list, ...]:
         """Launches, results' shapes, offsets in saved and scratch, numbers."""
-        programs = [x.programs.number(lengths) for x in self.launches]
+        programs = [x.programs.value(lengths) for x in self.launches]
         launches = zip(self.kernels, programs, self.selectors, strict=True)
         runs = [(kernel[n, 1, 1], select) for kernel, n, select in launches]
         shapes = [(x, x.shape(lengths)) for x in self.results]
         offsets = [buffer_offsets(x, lengths) for x in self.lines]
-        numbers = [x.number(lengths) for x in self.numbers]
+        numbers = [x.value(lengths) for x in self.numbers]
         return runs, shapes, *offsets, [*numbers, *self.constants]
 
     def __call__(

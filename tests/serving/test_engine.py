@@ -1,0 +1,301 @@
+"""Requests that come and go: each gets the tokens that it gets alone."""
+
+import functools
+import gc
+import random
+
+import pytest
+import torch
+from support.serving_cases import (
+    GPU,
+    LENGTHS,
+    PATTERNS,
+    WAYS,
+    alone,
+    counted,
+    engine,
+    fresh,
+    model,
+    prompts,
+    run,
+)
+
+from fastweights.serving.engine import STEPS_PER_PREFILL
+
+patterns = pytest.mark.parametrize("pattern", PATTERNS, ids="-".join)
+
+
+@patterns
+@pytest.mark.parametrize("invariant", [False, True])
+def test_any_order_of_arrival_gives_the_tokens_of_each_alone(
+    pattern, invariant
+):
+    m, some = model(pattern), prompts(*LENGTHS)
+    ways = [WAYS[i % len(WAYS)] for i in range(len(some))]
+    ref = [alone(m, x, 9, **to) for x, to in zip(some, ways, strict=True)]
+    for order in ([*range(7)], [5, 2, 0, 3, 6, 1, 4]):
+        e, made = engine(m, invariant=invariant), {}
+        found = {}
+        for i in order:
+            made[i] = e.add(some[i], 9, **ways[i])
+            for request, token in e.step():
+                found.setdefault(request, []).append(token)
+        for request, tokens in run(e).items():
+            found.setdefault(request, []).extend(tokens)
+        for i, request in made.items():
+            assert request.tokens == ref[i] == found.get(request, [])
+            full = len(ref[i]) == 9
+            assert request.finish_reason == ("length" if full else "stop")
+
+
+def state_after(m, drawn, *, company, invariant):
+    """Of one request, in bits, that has drawn so many tokens."""
+    e = engine(m, size=6, capacity=400, prefill_tokens=96, invariant=invariant)
+    first, *others = prompts(221, 300, 1, 5, 9, 3, 12)
+    for i, prompt in enumerate(others[:3] if company else []):
+        e.add(prompt, 20 + i, **WAYS[i])
+        e.step()
+    request = e.add(first, 20, temperature=1.0, seed=5)
+    for i, prompt in enumerate(others[1:] * 2 if company else []):
+        e.add(prompt, 3 + i, **WAYS[i % len(WAYS)])
+    while request.num_drawn < drawn:
+        e.step()
+    return e.pool.keep(request.row)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "pattern", [x for x in PATTERNS if x != ("mlstm",)], ids="-".join
+)
+def test_company_changes_no_bit_of_an_invariant_state(pattern, dtype):
+    """Not of mLSTM's on a CPU: of 17 columns, places decide how they add."""
+    m = fresh(pattern).to(dtype)
+    states = [
+        state_after(m, 12, company=company, invariant=True)
+        for company in (False, True)
+    ]
+    for one, other in zip(*states, strict=True):
+        for name, x in one.tensors().items():
+            assert x.equal(other.tensors()[name])
+
+
+@GPU
+@pytest.mark.parametrize("pattern", PATTERNS, ids="-".join)
+def test_company_changes_no_bit_on_a_gpu(pattern):
+    m = fresh(pattern).to("cuda", torch.bfloat16)
+    one, other = (
+        state_after(m, 12, company=company, invariant=True)
+        for company in (False, True)
+    )
+    for x, y in zip(one, other, strict=True):
+        for name, tensor in x.tensors().items():
+            assert tensor.equal(y.tensors()[name])
+
+
+def test_prompts_are_read_in_pieces_between_tokens():
+    e = engine(size=4)
+    short, *rest = prompts(4, 30, 12, 3)
+    first = e.add(short, 20)
+    e.step()
+    sizes = counted(e)
+    for prompt in rest:
+        e.add(prompt, 5)
+    for _ in range(6):
+        e.step()
+        assert sum(sizes[-1]) <= 8
+    assert sizes == [[8], [8], [8], [5, 3], [5, 2], [3]]
+    assert first.num_drawn == 7
+    run(e)
+
+
+def test_where_rows_are_scarce_prompts_are_read_together():
+    """Many rows that go on wait for no prompt alone, if it waits not long."""
+    e, some = engine(size=8, prefill_tokens=32), prompts(*[5] * 12)
+    for prompt in some[:8]:
+        e.add(prompt, 4)
+    sizes = counted(e)
+    e.step()
+    for prompt in some[8:]:
+        e.add(prompt, 40)
+    run(e)
+    assert sizes == [[4] * 8, [4] * 4]
+    for others, steps in ([8], 8 * STEPS_PER_PREFILL), ([], 1):
+        e = engine(size=8)
+        for prompt in some[:7]:
+            e.add(prompt, 40)
+        while len(e.running) < 7:
+            e.step()
+        last, late = e.running[-1], e.add(some[7], 2)
+        for i in others:
+            e.add(some[i], 2)
+        while not late.num_drawn:
+            e.step()
+        assert last.num_drawn == 1 + steps
+
+
+def test_a_full_pool_has_requests_wait_in_turn():
+    e, some = engine(size=2), prompts(*[5] * 7)
+    requests = [e.add(prompt, 3) for prompt in some]
+    assert [x.done for x in requests] == [False] * 7
+    assert [x.unread for x in requests] == [4] * 7
+    e.step()
+    assert [x.unread for x in requests] == [0] * 2 + [4] * 5
+    ended = []
+    while e.busy:
+        assert len(e.running) + len(e.reading) <= 2
+        e.step()
+        ended += [x for x in requests if x.done and x not in ended]
+    assert ended == requests and not any(x.unread for x in requests)
+
+
+@pytest.mark.parametrize("call", range(1, 16))
+def test_a_step_that_raises_loses_no_row_and_no_token(call):
+    """Whatever it was doing: those whose states are half new begin anew."""
+    m, calls = fresh(), 0
+
+    def raises(*_):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise RuntimeError("no memory, say")
+
+    some = prompts(20, 3, 11, 1)
+    ref = [alone(m, x, 5, 1.0, seed=i) for i, x in enumerate(some)]
+    e, found, raised = engine(m), {}, 0
+    m.blocks[1].mlp.register_forward_hook(raises)
+    requests = [
+        e.add(prompt, 5, temperature=1.0, seed=i)
+        for i, prompt in enumerate(some)
+    ]
+    while e.busy:
+        try:
+            for request, token in e.step():
+                found.setdefault(request, []).append(token)
+        except RuntimeError:
+            raised += 1
+            held = {x.row for x in (*e.reading, *e.running)}
+            assert not held & e.pool.free.keys()
+            assert len(held) + len(e.pool.free) == 3
+    assert raised == 1 and len(e.pool.free) == 3
+    assert [x.tokens for x in requests] == ref == [found[x] for x in requests]
+
+
+def test_logits_that_are_not_finite_end_their_request_alone():
+    m = fresh(tie_embeddings=False)
+    some = prompts(9, 14, 5)
+    bad = int(some[1][3])
+    some = [
+        x if i == 1 else x.where(x != bad, bad - 1) for i, x in enumerate(some)
+    ]
+    ref = [alone(m, x, 6) for x in some]
+    m.embedding.weight.data[bad] = torch.nan
+    e = engine(m, size=2)
+    requests = [e.add(x, 6) for x in some]
+    run(e)
+    assert requests[1].finish_reason == "not finite" and not requests[1].tokens
+    for i in (0, 2):
+        n = ref[i].index(bad) + 1 if bad in ref[i] else 6
+        assert requests[i].tokens == ref[i][:n]
+
+
+@pytest.mark.parametrize(
+    "refused, kind, message",
+    [
+        (
+            {"prompt": torch.zeros(56, dtype=torch.int64)},
+            ValueError,
+            "prompt: got 56 tokens and max_n",
+        ),
+        ({"prompt": [1, 2]}, ValueError, "prompts: got list"),
+        ({"seed": -1}, ValueError, "seed: got -1, need 0 to"),
+        ({"seed": 1.0}, TypeError, "seed: got float, need an int"),
+        ({"stop": 31}, ValueError, "stop: got 31, need tokens"),
+        ({"temperature": -1.0}, ValueError, "temperature: got -1.0, need"),
+        ({"max_new_tokens": -1}, ValueError, "max_new_tokens: got -1"),
+    ],
+)
+def test_what_an_engine_does_not_take(refused, kind, message):
+    e = engine()
+    options = {"prompt": torch.arange(5), "max_new_tokens": 9} | refused
+    with pytest.raises(kind, match=f"^{message}"):
+        e.add(**options)
+    assert not e.busy
+
+
+def test_a_model_whose_states_stay_takes_any_length():
+    e = engine(model(("gated_deltanet",)), capacity=1)
+    request = e.add(torch.arange(20), 12)
+    run(e)
+    assert len(request.tokens) == 12
+    assert e.add(torch.arange(3), 0).finish_reason == "length" and not e.busy
+
+
+def tensor_bytes():
+    gc.collect()
+    some = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    return sum(x.untyped_storage().nbytes() for x in some)
+
+
+def bytes_of_states(prefixes):
+    """What prefixes take without their keys, of 32 bytes each."""
+    return prefixes.nbytes - 32 * len(prefixes)
+
+
+@pytest.mark.parametrize(
+    "steps", [2_500, pytest.param(10_000, marks=pytest.mark.full)]
+)
+def test_thousands_of_requests_and_steps_in_any_order(steps):
+    """Added, forked, cancelled: each right, nothing lost, memory as before."""
+    m = model(("gated_deltanet",), num_layers=1, dim=8, head_dim=4)
+    e, draw = engine(m, prefix_bytes=3000), random.Random(0)
+    answer = functools.cache(functools.partial(alone, m))
+    texts = [tuple(x.tolist()) for x in prompts(1, 2, 9, 17, 30, 8)]
+    begun, came, ended = {}, {}, 0
+    e.add(torch.arange(3), 3)
+    run(e)
+    before = tensor_bytes() - bytes_of_states(e.prefix_cache)
+
+    def begin(request):
+        begun[request] = len(request.tokens)
+        came[request] = [*request.tokens]
+
+    def step():
+        for request, token in e.step():
+            came[request].append(token)
+        for request in [x for x in begun if x.done]:
+            shared, tokens = begun.pop(request), request.tokens
+            ref = answer(
+                tuple(request.prompt + tokens[:shared]),
+                10 - shared,
+                request.temperature,
+                request.top_p,
+                request.stop,
+                request.seed,
+                shared,
+            )
+            if request.finish_reason == "cancelled":
+                ref = ref[: len(tokens) - shared]
+            elif request.finish_reason == "length":
+                assert len(tokens) == 10
+            assert came.pop(request) == tokens == tokens[:shared] + ref
+
+    for _ in range(steps):
+        what, room = draw.random(), len(e.waiting) < 5
+        if what < 0.2 and room:
+            way = draw.choice(WAYS[:4])
+            begin(e.add(torch.tensor(draw.choice(texts)), 10, **way))
+            ended += 1
+        elif what < 0.25 and begun:
+            draw.choice([*begun]).cancel()
+        elif what < 0.3 and begun and room:
+            one = draw.choice([*begun])
+            for fork in one.fork(draw.randint(1, 2), seed=draw.randrange(3)):
+                begin(fork)
+        else:
+            step()
+    while e.busy:
+        step()
+    assert not begun and not came and ended > steps // 10
+    assert sorted(e.pool.free) == [0, 1, 2]
+    assert 0 < e.prefix_cache.nbytes <= 3000
+    assert tensor_bytes() == before + bytes_of_states(e.prefix_cache)
