@@ -39,7 +39,7 @@ def copy_states(
     return x.new_zeros(N, *shape, dtype=dtype)
 
 
-def sequence_slices(
+def sequence_spans(
     cu_seqlens: Offsets | None, T: int
 ) -> list[tuple[slice, slice]]:
     """The states and the tokens of each sequence that is not empty."""
@@ -125,7 +125,7 @@ def pack_pieces(
     twice its own. ``rows`` says how many of a length are computed together.
     """
     T, pieces, short = x.shape[1], [], []
-    for n, t in sequence_slices(cu_seqlens, T):
+    for n, t in sequence_spans(cu_seqlens, T):
         if t.stop - t.start > chunk_size:
             pieces.append(Piece(n, (slice(None), t), chunk_size))
         else:

@@ -26,7 +26,7 @@ from fastweights.layers.common.state import (
     LayerState,
     Offsets,
     state_after_call,
-    token_positions,
+    token_places,
 )
 from fastweights.layers.common.unpacked_rows import UnpackedRows
 from fastweights.ops.common.rows import clamp_rows, rows_to_write
@@ -176,7 +176,7 @@ class SoftmaxAttention(Layer):
         if self.theta is not None:
             T, device = qkv.shape[1], qkv.device
             start, _ = token_offset(T)
-            position = token_positions(T, device, state, cu_seqlens, start)
+            position = token_places(T, device, state, cu_seqlens, start)
             qk = rotary(qk, position, self.theta, self.rotary_fraction)
         q, k = qk.split([H, HK], 2)
         o, after = attend_with_state(q, k, v, state, cu_seqlens)
@@ -234,12 +234,12 @@ def attend_with_state(
         return o, LayerState(
             keys=k, values=v, position=position, used=k.shape[1]
         )
-    place = token_positions(k.shape[1], q.device, state, cu_seqlens)
+    place = token_places(k.shape[1], q.device, state, cu_seqlens)
     q_rows, q_place = unpacked, place
     if ranks is not None:
         shard = shard_of(ranks, q, T, cu_seqlens)
         q_rows = UnpackedRows(q, state, shard.cu_seqlens)
-        q_place = token_positions(T, q.device, state, cu_seqlens, start)
+        q_place = token_places(T, q.device, state, cu_seqlens, start)
     after = append_keys(k, v, state, place, unpacked)
     if o is not None:
         return o, after

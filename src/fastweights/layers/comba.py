@@ -19,11 +19,7 @@ from fastweights.layers.common.layer_arguments import (
     num_value_heads,
     scaled_size,
 )
-from fastweights.layers.common.state import (
-    LayerState,
-    Offsets,
-    continue_recurrence,
-)
+from fastweights.layers.common.state import LayerState, Offsets, run_recurrence
 from fastweights.ops.members import comba_operands
 
 
@@ -122,7 +118,7 @@ class Comba(Layer):
         a, b = self.ab_proj(x).chunk(2, -1)
         g, beta = self.decay(a), write_strength(b, False)
         v, g, erase = comba_operands(v, p, g, beta)
-        o, S = continue_recurrence(
+        o, S = run_recurrence(
             q, k, v, g, erase=erase, state=state, cu_seqlens=cu_seqlens
         )
         y = self.o_proj(self.norm(o, self.g_proj(x)))

@@ -22,11 +22,7 @@ from fastweights.layers.common.layer_arguments import (
     head_size,
     scaled_size,
 )
-from fastweights.layers.common.state import (
-    LayerState,
-    Offsets,
-    continue_recurrence,
-)
+from fastweights.layers.common.state import LayerState, Offsets, run_recurrence
 
 Heads = Float[Tensor, "B T H K"]
 FEATURES = {
@@ -124,7 +120,7 @@ class DeltaNet(Layer):
         if not self.convolution.activation:
             q, k, v = self.features(q), self.features(k), F.silu(v)
         beta = write_strength(self.b_proj(x), self.allow_neg_eigval)
-        o, S = continue_recurrence(
+        o, S = run_recurrence(
             q, k, v, None, beta, state=state, cu_seqlens=cu_seqlens
         )
         gate = None if self.g_proj is None else self.g_proj(x)

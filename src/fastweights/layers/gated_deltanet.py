@@ -19,11 +19,7 @@ from fastweights.layers.common.layer_arguments import (
     num_value_heads,
     scaled_size,
 )
-from fastweights.layers.common.state import (
-    LayerState,
-    Offsets,
-    continue_recurrence,
-)
+from fastweights.layers.common.state import LayerState, Offsets, run_recurrence
 
 
 class GatedDeltaNet(Layer):
@@ -129,7 +125,7 @@ class GatedDeltaNet(Layer):
         a, b = self.ab_proj(x).chunk(2, -1)
         b = b if self.b_bias is None else b + self.b_bias.to(b.dtype)
         g, beta = self.decay(a), write_strength(b, self.allow_neg_eigval)
-        o, S = continue_recurrence(
+        o, S = run_recurrence(
             q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens
         )
         gate = None if self.g_proj is None else self.g_proj(x)

@@ -20,11 +20,7 @@ from fastweights.layers.common.layer_arguments import (
     num_value_heads,
     scaled_size,
 )
-from fastweights.layers.common.state import (
-    LayerState,
-    Offsets,
-    continue_recurrence,
-)
+from fastweights.layers.common.state import LayerState, Offsets, run_recurrence
 from fastweights.ops.members import gated_deltanet2_operands
 
 
@@ -114,7 +110,7 @@ class GatedDeltaNet2(Layer):
         w = write_strength(self.w_proj(x), False).view(v.shape)
         v, erase = gated_deltanet2_operands(k, v, b, w)
         g = per_value_head(g, v.shape[2])
-        o, S = continue_recurrence(
+        o, S = run_recurrence(
             q, k, v, g, erase=erase, state=state, cu_seqlens=cu_seqlens
         )
         y = self.o_proj(self.norm(o, self.g_proj(x)))

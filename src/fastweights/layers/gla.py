@@ -15,11 +15,7 @@ from fastweights.layers.common.gates import (
 )
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import scaled_size
-from fastweights.layers.common.state import (
-    LayerState,
-    Offsets,
-    continue_recurrence,
-)
+from fastweights.layers.common.state import LayerState, Offsets, run_recurrence
 
 
 class GatedLinearAttention(Layer):
@@ -99,8 +95,6 @@ class GatedLinearAttention(Layer):
         q, k, v, past = self.convolution(self.qkv_proj(x), state, cu_seqlens)
         g = F.logsigmoid(upcast(self.f_proj(x))) / self.temperature
         g = g.unflatten(-1, (-1, self.K))
-        o, S = continue_recurrence(
-            q, k, v, g, state=state, cu_seqlens=cu_seqlens
-        )
+        o, S = run_recurrence(q, k, v, g, state=state, cu_seqlens=cu_seqlens)
         y = self.o_proj(self.norm(o, self.g_proj(x)))
         return y, LayerState(S=S, convolution=past)

@@ -20,11 +20,7 @@ from fastweights.layers.common.layer_arguments import (
     num_value_heads,
     scaled_size,
 )
-from fastweights.layers.common.state import (
-    LayerState,
-    Offsets,
-    continue_recurrence,
-)
+from fastweights.layers.common.state import LayerState, Offsets, run_recurrence
 
 
 class KimiDeltaAttention(Layer):
@@ -117,7 +113,7 @@ class KimiDeltaAttention(Layer):
         q, k, v, past = self.convolution(self.qkv_proj(x), state, cu_seqlens)
         g = self.decay(self.f_proj(x))
         beta = write_strength(self.b_proj(x), self.allow_neg_eigval)
-        o, S = continue_recurrence(
+        o, S = run_recurrence(
             q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens
         )
         y = self.o_proj(self.norm(o, self.g_proj(x)))

@@ -22,11 +22,7 @@ from fastweights.layers.common.layer_arguments import (
     head_size,
     scaled_size,
 )
-from fastweights.layers.common.state import (
-    LayerState,
-    Offsets,
-    continue_recurrence,
-)
+from fastweights.layers.common.state import LayerState, Offsets, run_recurrence
 
 Rule = Literal["additive", "delta"]
 Per = Literal["head", "channel", "constant"]
@@ -144,7 +140,7 @@ class LinearRecurrence(Layer):
             beta = write_strength(self.b_proj(x), self.allow_neg_eigval)
         if self.g_proj is not None:
             gate = self.g_proj(x)
-        o, S = continue_recurrence(
+        o, S = run_recurrence(
             q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens
         )
         y = self.o_proj(self.norm(o, gate))

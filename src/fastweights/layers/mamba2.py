@@ -12,11 +12,7 @@ from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.gates import Decay, FactoryOptions, OutputNorm
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import scaled_size, whole_number
-from fastweights.layers.common.state import (
-    LayerState,
-    Offsets,
-    continue_recurrence,
-)
+from fastweights.layers.common.state import LayerState, Offsets, run_recurrence
 
 Steps = Float[Tensor, "B T H"]
 
@@ -120,7 +116,7 @@ class Mamba2(Layer):
         """y, and the state (S, convolution) after these tokens."""
         C, B, u, past = self.convolution(self.x_proj(x), state, cu_seqlens)
         dt, g = self.decay(self.dt_proj(x))
-        o, S = continue_recurrence(
+        o, S = run_recurrence(
             C,
             B,
             (dt[..., None] * u).to(u.dtype),

@@ -19,9 +19,9 @@ from fastweights.layers.common.rotary import rotary
 from fastweights.layers.common.state import (
     LayerState,
     Offsets,
-    continue_recurrence,
-    sequence_lengths,
-    token_positions,
+    run_recurrence,
+    token_counts,
+    token_places,
 )
 from fastweights.ops.members import lightning_decay, retnet_decay
 from fastweights.ranks.group import token_offset
@@ -84,16 +84,14 @@ class MultiScaleRetention(Layer):
         """y, and the state (S, position) after each sequence's last token."""
         q, k, v = split_heads(self.qkv_proj(x), self.heads)
         start, total = token_offset(x.shape[1])
-        place = token_positions(x.shape[1], x.device, state, cu_seqlens, start)
+        place = token_places(x.shape[1], x.device, state, cu_seqlens, start)
         q, k = rotary(q, place, self.theta), rotary(k, place, self.theta)
         g = retnet_decay(
             v.shape[2], device=x.device, dtype=compute_dtype(q.dtype)
         )
-        o, S = continue_recurrence(
-            q, k, v, g, state=state, cu_seqlens=cu_seqlens
-        )
+        o, S = run_recurrence(q, k, v, g, state=state, cu_seqlens=cu_seqlens)
         y = self.o_proj(self.norm(o, self.g_proj(x)))
-        position = sequence_lengths(x, cu_seqlens, state, total)
+        position = token_counts(x, cu_seqlens, state, total)
         if state is not None:
             position = position + state.batch_rows("position")
         return y, LayerState(S=S, position=position)
@@ -168,7 +166,7 @@ class LightningAttention(Layer):
             device=x.device,
             dtype=compute_dtype(q.dtype),
         )
-        o, S = continue_recurrence(
+        o, S = run_recurrence(
             q, k, v, g, state=state, cu_seqlens=cu_seqlens, scale=1.0
         )
         o = o.flatten(2)[:, :, None]

@@ -32,7 +32,7 @@ from fastweights.dtypes import (
     upcast,
     without_autocast,
 )
-from fastweights.ops.common.registration import register_operator
+from fastweights.ops.common.registration import register
 from fastweights.packing import sequence_ids
 from fastweights.ranks.group import current_ranks, token_offset
 
@@ -323,7 +323,7 @@ def _fake(
 
 
 # One node of a compiled graph, for any number of rows.
-IN_PIECES = register_operator(
+IN_PIECES = register(
     "cross_entropy(Tensor x, Tensor weight, Tensor targets, int ignored, "
     "bool gradients) -> Tensor[]",
     _losses_in_pieces,

@@ -36,10 +36,7 @@ from fastweights.ops.common.backends import (
     record_run,
     recurrence_backend,
 )
-from fastweights.ops.common.registration import (
-    register_operator,
-    skip_dispatcher,
-)
+from fastweights.ops.common.registration import register, skip_dispatcher
 from fastweights.ops.common.rows import (
     Rows,
     check_rows_of_states,
@@ -287,7 +284,7 @@ def _decode(
         return o
 
 
-DECODE = register_operator(
+DECODE = register(
     "decode_step(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
     "Tensor? erase, Tensor(a!) state, Tensor? rows, Tensor? accepted, "
     "float scale, str backend) -> Tensor",

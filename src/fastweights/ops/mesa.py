@@ -14,7 +14,7 @@ from fastweights.ops.common.backends import (
     network_backend,
     record_run,
 )
-from fastweights.ops.common.registration import register_operator
+from fastweights.ops.common.registration import register
 
 MAX_K = 128
 """The widest head of the kernel; fp32: half of it."""
@@ -50,7 +50,7 @@ def _solve(
     return kernel.solve(b, *matrices, steps, dtype)
 
 
-SOLVE = register_operator(
+SOLVE = register(
     "mesa_solve(Tensor b, Tensor k, Tensor g, Tensor beta, Tensor ridge, "
     "Tensor? initial_state, Tensor? cu_seqlens, int steps, bool half)"
     " -> Tensor",

@@ -13,7 +13,7 @@ from fastweights.arguments import check_dim, check_gate, check_number
 from fastweights.dtypes import MIN_LOG_DECAY, cast_for_autocast, compute_dtype
 from fastweights.heads import state_shape
 from fastweights.ops.common.backends import Backend
-from fastweights.ops.common.registration import register_operator
+from fastweights.ops.common.registration import register
 from fastweights.ops.common.rows import Rows, clamp_rows, write_rows
 from fastweights.ops.members import Keys, PerHead, Values
 from fastweights.ops.normaliser import (
@@ -329,7 +329,7 @@ def _running_maximum(a: Tensor, b: Tensor) -> Tensor:
 
 
 # One node of a compiled graph for any T.
-RUNNING_MAXIMUM = register_operator(
+RUNNING_MAXIMUM = register(
     "running_maximum(Tensor a, Tensor b) -> Tensor",
     _running_maximum,
     lambda a, b: torch.empty_like(b),

@@ -20,7 +20,7 @@ from fastweights.packing import (
     Piece,
     copy_states,
     pack_pieces,
-    sequence_slices,
+    sequence_spans,
 )
 from fastweights.reference.chunkwise import (
     chunkwise_forward,
@@ -78,7 +78,7 @@ def loop(operands: Operands, scale: float) -> tuple[Tensor, Tensor]:
     # context_parallel every rank takes part in a backward.
     outputs = [state[: len(v), :, :0].transpose(1, 2)]
     states = list(state.split(1))
-    for n, t in sequence_slices(cu_seqlens, q.shape[1]):
+    for n, t in sequence_spans(cu_seqlens, q.shape[1]):
         inputs = (x[:, t] for x in tokens.values())
         o, last = scan(step, state[n], *inputs)
         outputs.append(o)
@@ -116,7 +116,7 @@ def forward(
     state = copy_states(q, state_shape(q, v), initial_state, cu_seqlens)
     saved = empty_saved(operands, options)
     single_token = v.shape[1] == 1 and not invariant
-    if single_token and (nonempty := sequence_slices(cu_seqlens, 1)):
+    if single_token and (nonempty := sequence_spans(cu_seqlens, 1)):
         [(n, _)] = nonempty
         o = advance(state[n], *tokens, scale=scale).to(v.dtype)
         return o, state, saved

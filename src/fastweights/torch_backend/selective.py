@@ -24,12 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.dtypes import compute_dtype
-from fastweights.packing import (
-    Piece,
-    copy_states,
-    pack_pieces,
-    sequence_slices,
-)
+from fastweights.packing import Piece, copy_states, pack_pieces, sequence_spans
 from fastweights.reference.prefix import scan_by_pairs_
 from fastweights.reference.steps import outer, read, scan, selective
 
@@ -161,7 +156,7 @@ def loop(
     rates = A.to(full).unflatten(0, (G, -1))
     tokens = (*in_groups(G, full, x, dt), B.to(full), C.to(full))
     outputs = []
-    for s, t in sequence_slices(cu_seqlens, x.shape[1]):
+    for s, t in sequence_spans(cu_seqlens, x.shape[1]):
         y, h = scan(
             lambda h, x, dt, B, C: selective(h, x, dt, rates, B, C),
             torch.cat(states[s]),

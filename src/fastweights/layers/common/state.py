@@ -269,7 +269,7 @@ def state_to_step(
     return state if x.shape[1] <= MAX_TOKENS else None
 
 
-def continue_recurrence(
+def run_recurrence(
     q: Float[Tensor, "B T H K"],
     k: Float[Tensor, "B T H K"],
     v: Float[Tensor, "B T HV V"],
@@ -317,7 +317,7 @@ def continue_recurrence(
     )
 
 
-def token_positions(
+def token_places(
     T: int,
     device: torch.device,
     state: LayerState | None,
@@ -339,7 +339,7 @@ def token_positions(
     return position + read[sequence.clamp(max=read.shape[0] - 1)]
 
 
-def sequence_lengths(
+def token_counts(
     x: Float[Tensor, "B T ..."],
     cu_seqlens: Offsets | None,
     state: LayerState | None = None,

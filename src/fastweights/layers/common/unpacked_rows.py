@@ -11,11 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from fastweights import torch_internals
-from fastweights.layers.common.state import (
-    LayerState,
-    Offsets,
-    sequence_lengths,
-)
+from fastweights.layers.common.state import LayerState, Offsets, token_counts
 from fastweights.packing import group_by_length, sequence_ids
 
 Compute = Callable[..., tuple[Tensor, LayerState]]
@@ -37,7 +33,7 @@ class UnpackedRows:
         self, x: Tensor, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> None:
         self.cu_seqlens = cu_seqlens
-        self.num_tokens = sequence_lengths(x, cu_seqlens, state)
+        self.num_tokens = token_counts(x, cu_seqlens, state)
         self.position = state and state.batch_rows("position")
         self.lengths: Int[Tensor, " N"] | None = None
         if cu_seqlens is not None:
@@ -93,7 +89,7 @@ def compute_by_length(
             old = state.at_unchecked(state.rows[n], state.used)
         elif state is not None:
             old = state.select(n)
-        offsets = F.pad(sequence_lengths(x, cu_seqlens)[n].cumsum(0), (1, 0))
+        offsets = F.pad(token_counts(x, cu_seqlens)[n].cumsum(0), (1, 0))
         y, new = compute(x[:, tokens], old, offsets)
         outputs.append(y)
         fields.append(new.tensors())

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fastweights.ops.common.registration import LIBRARY, register_operator
+from fastweights.ops.common.registration import LIBRARY, register
 
 Results = tuple[Tensor, Tensor]
 Layout = tuple[Sequence[int], torch.dtype]  # a shape and a dtype
@@ -132,7 +132,7 @@ def _differentiate(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Any, ...]:
     return None, grads, *[None] * 5
 
 
-FORWARD = register_operator(
+FORWARD = register(
     f"any_length({SCHEMA}, SymInt[] output, ScalarType dtype, "
     "SymInt[] state, ScalarType state_dtype) -> (Tensor o, Tensor after)",
     _forward,
@@ -140,7 +140,7 @@ FORWARD = register_operator(
     _differentiate,
     _save,
 )
-BACKWARD = register_operator(
+BACKWARD = register(
     f"any_length_backward(Tensor do, Tensor dstate, {SCHEMA}) -> Tensor[]",
     _backward,
     _fake_backward,

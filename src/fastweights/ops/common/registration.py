@@ -22,7 +22,7 @@ from fastweights.ops.common.flops import FORMULAS, register_flop_formulas
 LIBRARY = torch.library.Library("fastweights", "FRAGMENT")
 
 
-def register_operator(
+def register(
     schema: str,
     function: Callable,
     fake: Callable,
@@ -50,7 +50,7 @@ class Operator:
     ``forward`` and ``backward`` are those two. A call of the object itself
     returns the results that are not hidden. Where nothing looks at operators
     it takes the functions behind them, and an autograd.Function: both spare
-    the host time, since of an operator's register_operator gradient, which
+    the host time, since of an operator's register gradient, which
     torch.compile needs, PyTorch looks through the arguments for lists.
 
     Args:
@@ -111,9 +111,9 @@ class Operator:
         back = ", ".join([*grads, inputs, *saved, options])
         schema = f"{name}({inputs}, {options}) -> ({results})"
         gradient = self.differentiate, self.save
-        self.forward = register_operator(schema, forward, fake, *gradient)
+        self.forward = register(schema, forward, fake, *gradient)
         schema = f"{name}_backward({back}) -> Tensor[] grads"
-        self.backward = register_operator(
+        self.backward = register(
             schema, backward, self.fake_backward, self.refuse
         )
         packets = self.forward.overloadpacket, self.backward.overloadpacket
