@@ -184,7 +184,7 @@ def test_documents_of_uneven_length(name, how, monkeypatch):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             if self.cu_seqlens is not None:
-                filled.append(len(self.count) * self.longest)
+                filled.append(len(self.num_tokens) * self.longest)
 
     for module in (lact, titans, ttt):
         monkeypatch.setattr(module, "UnpackedRows", Counted)
