@@ -188,6 +188,22 @@ def test_a_gate_a_channel_at_all_levels(rule, device, dtype, record_property):
     judge_gates(*judge(x, budget, record_property, "all levels"), budget)
 
 
+@pytest.mark.parametrize("rule", all_but(["delta"], RULES))
+@on_devices(cpu=["float32"], cuda=["float32", "bfloat16"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_key_tile_that_needs_shorter_blocks(first, rule, device, dtype):
+    """One tile marks the chunk; the other, which does not, decays faster.
+
+    It loses 150 bits in 16 rows, fewer than 160 in the chunk.
+    """
+    x = member_inputs("channel", rule, T=64, HV=1, K=128, V=33, strength=-1e-3)
+    marking, fast = (3, 100) if first else (100, 3)
+    x["g"][..., marking] = -3.0
+    x["g"][:, 16:32, :, fast] = -6.5
+    budget = budget_of(dtype)
+    judge_gates(*judge(cast(x, dtype, device), budget), budget)
+
+
 @pytest.mark.parametrize("rule", RULES)
 @on_devices(cpu=["float32"], cuda=["bfloat16"])
 def test_one_value_head_forgets(rule, device, dtype):

@@ -141,29 +141,31 @@ def half_blocks(rows, BT, BK, level):
 
 
 @triton.jit
-def mark_of(b_high, b_total, dtype: tl.constexpr):
-    """A mark for a tile that is not factorable: 1 + the level of its blocks.
+def mark_of(b_high, b_least, dtype: tl.constexpr):
+    """1 + the level of a tile's blocks, for the mark of its chunk.
 
     They are as long as half of one decays by 2^-116 at most (fold_limits), so
     that factors stay in the range of fp32. Blocks are single rows where a
     channel decays by 2^-8192, as by a gate of -inf: that lets nothing pass.
+    b_least is the least total of a channel: most tiles need no second look.
     """
     BT: tl.constexpr = b_high.shape[0]
     BK: tl.constexpr = b_high.shape[1]
     LIMITS: tl.constexpr = fold_limits(dtype)
     LAST: tl.constexpr = min(5, num_levels(BT))
     mark = 1 + LAST
-    b_step = b_high.to(tl.float32)
-    if tl.min(b_step) < -116.0 / 2 ** (LAST - 1):  # else one look is enough
-        b_half = tl.maximum(b_step, -LIMITS[0])  # of a block
-        mark = 1 + min(LIMITS[1], LAST)
-        for level in tl.static_range(LIMITS[1] + 1, LAST + 1):
-            b_half = tl.reshape(
-                b_half, half_blocks(b_half.shape[0], BT, BK, level)
-            )
-            b_half = tl.sum(b_half, axis=1)
-            mark = tl.where(tl.min(b_half) < -116.0, mark, 1 + level)
-        mark = tl.where(tl.min(b_total) < -8192.0, 1, mark)
+    if b_least < -116.0:
+        b_step = b_high.to(tl.float32)
+        if tl.min(b_step) < -116.0 / 2 ** (LAST - 1):
+            b_half = tl.maximum(b_step, -LIMITS[0])  # of a block
+            mark = 1 + min(LIMITS[1], LAST)
+            for level in tl.static_range(LIMITS[1] + 1, LAST + 1):
+                b_half = tl.reshape(
+                    b_half, half_blocks(b_half.shape[0], BT, BK, level)
+                )
+                b_half = tl.sum(b_half, axis=1)
+                mark = tl.where(tl.min(b_half) < -116.0, mark, 1 + level)
+            mark = tl.where(b_least < -8192.0, 1, mark)
     return mark
 
 

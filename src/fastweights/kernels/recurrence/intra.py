@@ -148,7 +148,7 @@ def intra_fwd_kernel(
     if ERASE and PER_HEAD:
         b_ee = tl.zeros([BT], dtype=tl.float32)
         b_kk = tl.zeros([BT], dtype=tl.float32)
-    mark = 0
+    marked, mark = False, 1 + gates.num_levels(BT)
     NK: tl.constexpr = META.NK if PER_CHANNEL or DELTA else 0
     for i_k in range(NK):
         b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
@@ -170,9 +170,10 @@ def intra_fwd_kernel(
             o_k = i_k * META.BK + tl.arange(0, META.BK)
             tl.store(decays.total + i_ch * K + o_k, b_total, mask=o_k < K)
             if not AGAIN:
-                if gates.is_factorable(tl.min(b_total), inputs.k) == 0:
-                    found = gates.mark_of(b_high, b_total, dtype)
-                    mark = tl.where(mark > 0, tl.minimum(mark, found), found)
+                b_least = tl.min(b_total)
+                marked |= gates.is_factorable(b_least, inputs.k) == 0
+                found = gates.mark_of(b_high, b_least, dtype)
+                mark = tl.minimum(mark, found)
             m_factorable = gates.is_factorable(b_total, inputs.k)  # [BK]
             b_outer = tl.where(m_factorable, 0.5 * b_total, 0.0)[None, :]
             b_G = gates.sum_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
@@ -194,8 +195,8 @@ def intra_fwd_kernel(
                     )
 
     if PER_CHANNEL and not AGAIN:
-        tl.store(marks + i_ch, mark)
-        if mark > 0:
+        tl.store(marks + i_ch, tl.where(marked, mark, 0))
+        if marked:
             return
     if PER_HEAD:
         # After the products: before them, the barriers of the sums and the
