@@ -99,7 +99,7 @@ def test_the_precision_of_products_is_the_one_of_the_call(where, values):
 def test_lengths_that_are_symbols(monkeypatch):
     """In one segment and in four: torch.compile allocates for both."""
     monkeypatch.setattr(
-        "fastweights.kernels.recurrence.settings.SEGMENT_CHUNKS", 1
+        "fastweights.kernels.recurrence.settings.MIN_SEGMENT_CHUNKS", 1
     )
     lengths_of.cache_clear()
     with in_one_graph(fw.linear_recurrence, most=2) as compiled:

@@ -40,7 +40,7 @@ DTYPES = {
     "fp32": torch.float32,
 }
 # Whether this ptxas leaves registers unset where tiles are narrower than
-# tile.narrowest. 13.0 is wrong elsewhere, 13.1 right (FLA PR 1262).
+# tile.min_tile_columns. 13.0 is wrong elsewhere, 13.1 right (FLA PR 1262).
 LEAVES_UNSET = {(12, 8): True, (12, 9): False, (13, 1): False}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 

@@ -309,8 +309,8 @@ def add_triples(a, b, c, d, e, f):
 INTERPRETED = not isinstance(tile_at, triton.JITFunction)
 
 
-def narrowest(dtype: torch.dtype) -> int:
-    """Columns of the narrowest tile: 128 bytes per row.
+def min_tile_columns(dtype: torch.dtype) -> int:
+    """How many columns a tile has at least: 128 bytes per row.
 
     Then all tiles in shared memory are laid out alike. For Hopper ptxas
     12.8.93 and 13.0.88 mistake the address of a buffer that is read with two

@@ -20,7 +20,12 @@ from torch import Tensor
 
 from fastweights.kernels.gpu import gpu_of
 from fastweights.kernels.recurrence.inverse import joint_mask
-from fastweights.kernels.tile import INTERPRETED, narrowest, state_at, tile_at
+from fastweights.kernels.tile import (
+    INTERPRETED,
+    min_tile_columns,
+    state_at,
+    tile_at,
+)
 from fastweights_lab.lessons import check_inputs
 from fastweights_lab.lessons.linear import chunk_output
 
@@ -364,7 +369,7 @@ def inverses(k: Tensor, beta: Tensor) -> Float[Tensor, "B T HV C"]:
     B, T, H, K = k.shape
     HV = beta.shape[2]
     P = k.new_empty(B, T, HV, CHUNK)
-    BK = max(narrowest(k.dtype), triton.next_power_of_2(K))
+    BK = max(min_tile_columns(k.dtype), triton.next_power_of_2(K))
     grid = (B * HV * triton.cdiv(T, CHUNK),)
     with torch.cuda.device_of(k):
         inverse_kernel[grid](
@@ -418,7 +423,9 @@ def launch(
 
 def program_options(K: int, V: int, dtype: torch.dtype) -> dict[str, int]:
     """Tile sizes and launch settings of versions 2 and 3."""
-    BK, BV = (max(narrowest(dtype), triton.next_power_of_2(x)) for x in (K, V))
+    BK, BV = (
+        max(min_tile_columns(dtype), triton.next_power_of_2(x)) for x in (K, V)
+    )
     return {"BK": BK, "BV": BV, "num_warps": 8, "num_stages": 1}
 
 
@@ -431,7 +438,7 @@ def scan_options(
     """
     if not gpu_of(device).has_large_shared:
         stages = 1
-    BK = max(narrowest(dtype), triton.next_power_of_2(K))
+    BK = max(min_tile_columns(dtype), triton.next_power_of_2(K))
     warps = 8 if strip > 64 else 4
     return {"BK": BK, "BV": strip, "num_warps": warps, "num_stages": stages}
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastweights.kernels.gpu import dot_precision, gpu_of
-from fastweights.kernels.tile import narrowest, state_at, tile_at
+from fastweights.kernels.tile import min_tile_columns, state_at, tile_at
 from fastweights_lab.lessons import check_inputs
 
 
@@ -80,7 +80,7 @@ def tile_sizes(K: int, dtype: torch.dtype) -> dict[str, int]:
     No row is shorter than that of the narrowest tile, however few channels
     there are.
     """
-    BV = narrowest(dtype)
+    BV = min_tile_columns(dtype)
     return {"BK": max(BV, triton.next_power_of_2(K)), "BV": BV}
 
 

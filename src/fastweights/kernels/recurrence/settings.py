@@ -15,9 +15,9 @@ import torch
 import triton
 
 from fastweights.kernels.gpu import GPU
-from fastweights.kernels.tile import Tiles, narrowest
+from fastweights.kernels.tile import Tiles, min_tile_columns
 
-SEGMENT_CHUNKS = 8  # of a segment, at least: below, its map does not pay
+MIN_SEGMENT_CHUNKS = 8  # below, a segment's map does not pay
 INVARIANT_SEGMENT = 8192  # tokens of a segment whatever the call
 IntLike = Any  # int, or SymInt where shapes are symbols
 
@@ -149,7 +149,10 @@ class RecurrenceMeta:
 
 def intra_options(stage: str, kind: CallKind) -> dict[str, int]:
     """Tiles and launch settings of a stage inside of chunks."""
-    min_columns, large = narrowest(kind.dtype), kind.gpu.has_large_shared
+    min_columns, large = (
+        min_tile_columns(kind.dtype),
+        kind.gpu.has_large_shared,
+    )
     BK = 64 if kind.per_channel else min_columns
     if stage in ("intra", "intra_unfactorable", "intra_again"):
         options = {"BK": BK if large else 32, "num_warps": 4, "num_stages": 1}
@@ -207,8 +210,8 @@ def scan_options(stage: str, kind: CallKind) -> dict[str, int]:
     chained = kind.delta and not kind.per_channel
     if kind.erase and not kind.gpu.forbids_prefetch:
         chained = False  # there is room for one program, of all its tiles
-    BK = max(narrowest(kind.dtype), triton.next_power_of_2(K))
-    BV = scan_values(kind)
+    BK = max(min_tile_columns(kind.dtype), triton.next_power_of_2(K))
+    BV = scan_value_columns(kind)
     wide = prefetch and K > 64 and -V % (2 * BV) < BV  # most of it is there
     if chained and stage in ("segment_maps", "scan"):
         wide = False
@@ -239,9 +242,9 @@ def scan_options(stage: str, kind: CallKind) -> dict[str, int]:
     return options
 
 
-def scan_values(kind: CallKind) -> int:
+def scan_value_columns(kind: CallKind) -> int:
     """Value columns of a scan's program, or half of them."""
-    BV = narrowest(kind.dtype)
+    BV = min_tile_columns(kind.dtype)
     return BV if kind.gpu.has_large_shared else BV // 2
 
 
@@ -253,11 +256,17 @@ INTRA_STAGES = (
     "intra_backward_unfactorable",
     "gate_backward",
 )
-SCAN_STAGES = ("segment_maps", "segment_maps_backward", "chunk_states")
+SCAN_STAGES = (
+    "segment_maps",
+    "segment_maps_backward",
+    "chunk_states",
+    "scan",
+    "scan_backward",
+)
 COMPOSE_STAGES = ("compose", "compose_backward", "arrive", "arrive_backward")
 OPTIONS: dict[str, Callable[[str, CallKind], dict[str, int]]] = {
     **dict.fromkeys(INTRA_STAGES, intra_options),
-    **dict.fromkeys((*SCAN_STAGES, "scan", "scan_backward"), scan_options),
+    **dict.fromkeys(SCAN_STAGES, scan_options),
     **dict.fromkeys(COMPOSE_STAGES, compose_options),
 }
 """The function that finds each stage's tiles and launch settings."""
@@ -269,7 +278,7 @@ def settings_of(
     """What a stage's kernel is compiled for, and its launch settings.
 
     Measured on an H200 with K = V = 128 in bf16. There, with chunks of 64,
-    no row of a tile is shorter than 128 bytes (``tile.narrowest``) but of
+    no row of a tile is under 128 bytes (``tile.min_tile_columns``) but of
     those that compose_kernel turns to columns, for its products. A GPU that
     has less shared memory for one program keeps the operands of its products
     in registers: smaller tiles, more warps.
@@ -355,15 +364,15 @@ def lengths_of(
 def segment_chunks(kind: CallKind, rows: IntLike, chunks: IntLike) -> IntLike:
     """Chunks per segment, for ``rows`` rows of ``chunks`` chunks each.
 
-    There are so many segments that two programs of ``scan_values``, or one of
-    twice those, run on every multiprocessor, as long as a segment has
-    SEGMENT_CHUNKS. The delta rule's maps, which the first segment does not
+    There are so many segments that two programs of ``scan_value_columns``, or
+    one of twice those, run on every multiprocessor, as long as a segment has
+    MIN_SEGMENT_CHUNKS. The delta rule's maps, which the first segment does not
     need, have to be found in one round, or in two where their programs are
     large (maps_at_once). Packed sequences are one row: only the device knows
     how long each of them is. A row's last segment is shorter: no state that
     leaves it has to be composed.
     """
-    BV, ints = scan_values(kind), type(rows) is type(chunks) is int
+    BV, ints = scan_value_columns(kind), type(rows) is type(chunks) is int
     # Those of symbols take a microsecond each.
     smaller, larger = (min, max) if ints else (torch.sym_min, torch.sym_max)
     programs = rows * kind.HV * -(-kind.V // BV)
@@ -372,13 +381,13 @@ def segment_chunks(kind: CallKind, rows: IntLike, chunks: IntLike) -> IntLike:
         maps = rows * kind.HV * -(-kind.K // BV)
         at_once = maps_at_once(kind) // (programs + maps)
         number = smaller(number, 1 + at_once)
-    number = larger(smaller(number, chunks // SEGMENT_CHUNKS), 1)
+    number = larger(smaller(number, chunks // MIN_SEGMENT_CHUNKS), 1)
     return chunks // number + 1
 
 
 @functools.lru_cache(maxsize=4096)
 def maps_at_once(kind: CallKind) -> int:
-    """How many programs of the delta rule's maps, of scan_values each, run.
+    """How many programs of the delta rule's maps run at once.
 
     A multiprocessor has three of them if their registers are bounded; else
     two, or one of twice as many values, and then there are two rounds.
