@@ -2,16 +2,13 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
-import pytest
 import torch
 
-from fastweights.models import LanguageModel
 from fastweights_lab.bench import continuations, inside_calls
-from fastweights_lab.bench.inside_calls import Places
 from fastweights_lab.experiments import EXPERIMENTS, comparison
-from fastweights_lab.experiments.trial import answers
 from fastweights_lab.program import main
 from fastweights_lab.tasks import Calls
 from fastweights_lab.text import corpus
@@ -47,34 +44,15 @@ def test_the_places_are_held_out_and_there_once():
 
 def test_places_of_a_program_of_calls():
     task = Calls(questions=3, calls=2)
-    batch = task.batch(4, seed=0)
-    at = Places(batch.tokens, task)
-    text = [bytes(row.tolist()).decode() for row in batch.tokens]
-    for row, program in enumerate(text):
-        lines = program.replace("\n\n", "\n").splitlines()
-        assigned = [line for line in lines if "=" in line]
-        printed = [line for line in lines if "(" in line]
-        for name, found in (
-            ("digit", [line[0] for line in assigned]),
-            ("newline", [line[0] for line in assigned]),
-            ("answer", [line[6] for line in printed]),
-        ):
-            letters = at.letter[name][row][getattr(at, name)] + ord("a")
-            assert bytes(letters.tolist()).decode() == "".join(found)
-        assert [
-            i
-            for i in range(1, len(program))
-            if program[i - 1 : i + 1] == "\n\n"
-        ] == at.end.nonzero()[:, 0].tolist()
-    assert (batch.targets[0] > 0).equal(at.answer)
-    assert at.call.max() == 1
+    text = bytes(task.batch(1, seed=0).tokens[0].tolist()).decode()
+    at, call, end = inside_calls.places(len(text), task)
+    assert [text[i - 3 : i + 1] for i in at] == re.findall(r".=.\n", text)
+    assert call.tolist() == [text[:i].count("\n\n") for i in at]
+    assert end.tolist() == [x.end() - 1 for x in re.finditer("\n\n", text)]
 
 
-@pytest.mark.parametrize("variant", inside_calls.VARIANTS)
-def test_rows_of_a_model_of_calls(variant, monkeypatch):
-    found = [
-        trial for trial in inside_calls.trials() if trial.variant == variant
-    ]
+def test_rows_of_a_model_of_calls(monkeypatch):
+    found = inside_calls.trials()
     assert [trial.seed for trial in found] == [0, 1, 2, 3, 4]
     of_grid = EXPERIMENTS["calls"].trials("calls")
     assert all(trial in of_grid for trial in found)
@@ -86,40 +64,31 @@ def test_rows_of_a_model_of_calls(variant, monkeypatch):
     )
     monkeypatch.setattr(inside_calls, "trials", lambda: [little])
     monkeypatch.setattr(inside_calls, "ROWS", 4)
-    model, *heads = inside_calls.rows()
-    assert {*model["accuracy"]} <= {*Calls.kinds}
-    assert [*model["left out"]][-1] == "all heads, 4 tokens"
-    assert [(row["layer"], row["head"]) for row in heads] == [
+    rows = [*inside_calls.rows()]
+    assert [(row["layer"], row["head"]) for row in rows] == [
         (0, 0),
         (0, 1),
         (1, 0),
         (1, 1),
     ]
-    for row in heads:
-        assert ("halvings" in row) == (variant == "gated delta")
-        for of in row["cosine"].values():
-            known = [x for x in of if not math.isnan(x)]
-            assert len(of) == 26 and known and max(map(abs, known)) <= 1
-        assert min(row["strength"].values()) > 0
+    for row in rows:
+        known = [x for x in row["cosine"] if not math.isnan(x)]
+        assert len(row["cosine"]) == 26 and known
+        assert max(map(abs, known)) <= 1
 
 
-def test_writes_that_are_left_out(monkeypatch):
-    (trial, *_) = inside_calls.trials()
-    model = LanguageModel(trial.model_config)
-    batch = Calls(questions=4, calls=2).batch(2, seed=0)
-    logits = []
-
-    def noted(model, batch):
-        for block in model.blocks:
-            block.layer.b_proj.register_forward_hook(
-                lambda _, __, out: logits.append(out)
-            )
-        return answers(model, batch)
-
-    monkeypatch.setattr(inside_calls, "answers", noted)
-    end = torch.zeros(batch.tokens.shape[1], dtype=torch.bool)
-    end[5] = True
-    inside_calls.accuracy(model, batch, end, [(1, 0)], tokens=2)
-    first, second = (x < -100 for x in logits)
-    assert not first.any()
-    assert second[:, 5:7, 0].all() and second.sum() == 2 * len(batch.tokens)
+def test_a_letters_cosine_is_with_the_line_that_ends_its_call(monkeypatch):
+    task = Calls(variables=2, questions=3, calls=2)
+    tokens = task.batch(1, seed=0).tokens
+    at, call, end = inside_calls.places(tokens.shape[1], task)
+    k = torch.zeros(1, tokens.shape[1], 1, 2)
+    k[0, at, 0, call] = 1  # along an axis for each call
+    k[0, end, 0, torch.arange(2)] = 1
+    monkeypatch.setattr(
+        inside_calls, "recurrence_inputs", lambda *_: [(0, {"k": k})]
+    )
+    (row,) = inside_calls.heads(None, tokens, task)
+    known = [x for x in row["cosine"] if not math.isnan(x)]
+    set_letters = {*(tokens[0, at - 3] - ord("a")).tolist()}
+    assert known == [1.0] * len(set_letters)
+    assert all(row["cosine"][letter] == 1 for letter in set_letters)
