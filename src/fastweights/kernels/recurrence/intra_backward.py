@@ -384,7 +384,7 @@ def intra_bwd_unfactorable_kernel(
         b_dk_hv = tile.by_columns(b_dk_hv, True)
         b_de = tile.by_columns(b_de, True)
         if ERASE:
-            b_dAek *= -1.0
+            b_dAek = tl.fma(b_dAek, -1.0, -0.0)  # see intra_bwd_kernel
         elif DELTA:
             if grads.dbeta is not None:
                 store_dbeta(grads.dbeta, b_dAek, b_beta, rows, i_k, META)
