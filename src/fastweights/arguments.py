@@ -23,7 +23,7 @@ MAX_K = 256  # of the kernels
 CHUNK_SIZES = (16, 32, 64)
 DEFAULT_CHUNK_SIZE = 64  # where the caller leaves that open
 
-OFFSETS = (torch.int32, torch.int64)
+INDEX_DTYPES = (torch.int32, torch.int64)
 
 TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
@@ -159,7 +159,7 @@ def check_operands(
         (same, (narrow,)),
         (same_or_fp32, (torch.float32, narrow)),
         (states, (full, *extra_dtypes)),
-        (offsets, OFFSETS),
+        (offsets, INDEX_DTYPES),
     ):
         for other, y in (tensors or {}).items():
             if y is None:
@@ -428,7 +428,7 @@ def check_packed(
     if cu_seqlens is None:
         return
     check_tensors({name: cu_seqlens})
-    check_dtypes({name: cu_seqlens}, {name: OFFSETS})
+    check_dtypes({name: cu_seqlens}, {name: INDEX_DTYPES})
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         wrong_shape(name, cu_seqlens, "[N + 1] with N >= 1")
     if is_readable(cu_seqlens):
@@ -451,7 +451,7 @@ def check_rows(
     With ``none`` a row that the pool does not have, such as -1, is none.
     """
     check_tensors({name: rows})
-    check_dtypes({name: rows}, {name: OFFSETS})
+    check_dtypes({name: rows}, {name: INDEX_DTYPES})
     if rows.dim() != 1 or (count is not None and rows.shape[0] != count):
         wrong_shape(name, rows, f"[{'M' if count is None else count}]")
     if size is None or not is_readable(rows):

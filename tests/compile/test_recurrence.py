@@ -262,7 +262,7 @@ def test_a_rank_takes_no_more_registers(tmp_path):
     """Packed, with a gate per channel: no more registers than of one GPU."""
     gpu, low = GPU(SHARED[90], 132, (9, 0)), torch.bfloat16
     sizes = (4, 4, 128, 128, 128, True, 64, "tf32", False)
-    kind = CallKind(gpu, low, *sizes, ranks=True)
+    kind = CallKind(gpu, low, *sizes, on_ranks=True)
     dtypes = stages.CallTensors(
         low, low, low, FP32, FP32, None, FP32, torch.int64
     )

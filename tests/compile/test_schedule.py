@@ -26,7 +26,7 @@ from fastweights.kernels.recurrence.schedule import (
     Launch,
     Schedule,
     TensorSpec,
-    _allocate_scratch,
+    _allocate_descriptors,
     buffer_offsets,
     compile_together,
     flatten,
@@ -346,7 +346,7 @@ def test_memory_for_descriptors():
 
     assert copy_context().run(copied) is theirs
     used = [note[1] for note in kernel.notes if note != "compiled"]
-    assert used == [_allocate_scratch] * 4 + [theirs] * 2
+    assert used == [_allocate_descriptors] * 4 + [theirs] * 2
 
 
 def test_tensors_of_a_buffer_are_aligned():

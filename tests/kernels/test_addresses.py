@@ -56,7 +56,7 @@ def by_schedule(monkeypatch):
         monkeypatch.setattr(schedule, "INTERPRETED", False)
         monkeypatch.setattr(backend, "compile_together", lambda *_: None)
         monkeypatch.setattr(
-            schedule, "launch_with_scratch", schedule.launch_all
+            schedule, "launch_with_descriptors", schedule.launch_all
         )
         monkeypatch.setattr(Schedule, "load", load)
 

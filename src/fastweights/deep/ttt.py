@@ -59,7 +59,7 @@ def ttt(
 
     With W' the weights at a mini-batch's start, its tokens t = 0, 1, ...:
 
-        W_t = W' - rows_t sum_{s <= t} rate_s grad_s(W')
+        W_t = W' - step_scale_t sum_{s <= t} rate_s grad_s(W')
         grad_s = gradient of |LN(f(k_s; W')) - (v_s - k_s)|^2 / 2
         o_t = q_t + LN(f(q_t; W_t))
 
@@ -166,8 +166,8 @@ def ttt(
         return torch.cat(outputs, 1), after
 
 
-def _take_step(row: Tensor, W: Tensor, G: Tensor) -> Tensor:
-    return W - row * G
+def _take_step(scale: Tensor, W: Tensor, G: Tensor) -> Tensor:
+    return W - scale * G
 
 
 def _read_chunk(
@@ -178,14 +178,14 @@ def _read_chunk(
     v: Float[Tensor, "B H C K"],
     eta: Float[Tensor, "B H C"],
     norm: Norm,
-    row: Float[Tensor, "#B C"],
+    scale: Float[Tensor, "#B C"],
 ) -> tuple[Gradients, Float[Tensor, "B H C K"]]:
     """A mini-batch's gradients, and what its queries read."""
     grads = gradients(weights, k, v - k, norm)
-    row = row[:, None]
+    scale = scale[:, None]
     # [B, H, C, C]
-    share = (row[..., None] * eta[:, :, None]).tril()
-    z = answer_queries(q, weights, sums, grads, None, -row, share)
+    share = (scale[..., None] * eta[:, :, None]).tril()
+    z = answer_queries(q, weights, sums, grads, None, -scale, share)
     return grads, q + layer_norm(z, norm)[0]
 
 

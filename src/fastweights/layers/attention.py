@@ -26,7 +26,7 @@ from fastweights.layers.common.state import (
     LayerState,
     Offsets,
     state_after_call,
-    token_places,
+    token_positions,
 )
 from fastweights.layers.common.unpacked_rows import UnpackedRows
 from fastweights.ops.common.rows import clamp_rows, rows_to_write
@@ -176,7 +176,7 @@ class SoftmaxAttention(Layer):
         if self.theta is not None:
             T, device = qkv.shape[1], qkv.device
             start, _ = token_offset(T)
-            position = token_places(T, device, state, cu_seqlens, start)
+            position = token_positions(T, device, state, cu_seqlens, start)
             qk = rotary(qk, position, self.theta, self.rotary_fraction)
         q, k = qk.split([H, HK], 2)
         o, after = attend_with_state(q, k, v, state, cu_seqlens)
@@ -234,13 +234,13 @@ def attend_with_state(
         return o, LayerState(
             keys=k, values=v, position=position, used=k.shape[1]
         )
-    place = token_places(k.shape[1], q.device, state, cu_seqlens)
-    q_rows, q_place = unpacked, place
+    position = token_positions(k.shape[1], q.device, state, cu_seqlens)
+    q_rows, q_position = unpacked, position
     if ranks is not None:
         shard = shard_of(ranks, q, T, cu_seqlens)
         q_rows = UnpackedRows(q, state, shard.cu_seqlens)
-        q_place = token_places(T, q.device, state, cu_seqlens, start)
-    after = append_keys(k, v, state, place, unpacked)
+        q_position = token_positions(T, q.device, state, cu_seqlens, start)
+    after = append_keys(k, v, state, position, unpacked)
     if o is not None:
         return o, after
     keys, values = after.tensor("keys"), after.tensor("values")
@@ -249,8 +249,9 @@ def attend_with_state(
     if state.rows is not None:
         rows = clamp_rows(state.rows, keys)
         keys, values = keys[rows], values[rows]
-    key_place = torch.arange(keys.shape[1], device=q.device)
-    mask = (key_place <= q_rows.spread(q_place)[..., None])[:, None]
+    key_position = torch.arange(keys.shape[1], device=q.device)
+    q_position = q_rows.spread(q_position)[..., None]
+    mask = (key_position <= q_position)[:, None]
     keys, values = keys.to(q.dtype), values.to(q.dtype)
     return q_rows.pack(sdpa(q_rows.spread(q), keys, values, mask)), after
 
@@ -266,24 +267,24 @@ def append_keys(
     k: Heads,
     v: Heads,
     state: LayerState,
-    place: Int[Tensor, "B T"],
+    position: Int[Tensor, "B T"],
     unpacked: UnpackedRows,
 ) -> LayerState:
-    """A state with keys and values of new tokens, at their places.
+    """A state with keys and values of new tokens, at their positions.
 
     Without gradients they are written in place, into a copy if the state has
     no room for them; with gradients, always into a copy.
     """
-    used, position = state.used + k.shape[1], unpacked.position_after()
+    used, num_read = state.used + k.shape[1], unpacked.position_after()
     rows = state.rows
     if unpacked.cu_seqlens is not None:
         # Each token is a row of its own, and of none after the last sequence.
         if rows is None:
-            rows = torch.arange(len(position), device=k.device)
+            rows = torch.arange(len(num_read), device=k.device)
         inside = (rows >= 0) & (rows < len(state.tensor("position")))
-        used = int(position.where(inside, 0).max())
+        used = int(num_read.where(inside, 0).max())
         rows = F.pad(rows, (0, 1), value=-1)[unpacked.row]
-        k, v, place = k[0][:, None], v[0][:, None], place[0][:, None]
+        k, v, position = (x[0][:, None] for x in (k, v, position))
     keys, values = state.tensor("keys"), state.tensor("values")
     if state.rows is None:
         keys, values = grow_to(keys, used), grow_to(values, used)
@@ -298,17 +299,17 @@ def append_keys(
         )
     if rows is None:
         row = torch.arange(k.shape[0], device=k.device)[:, None]
-        keys[row, place] = k.to(keys.dtype)
-        values[row, place] = v.to(values.dtype)
+        keys[row, position] = k.to(keys.dtype)
+        values[row, position] = v.to(values.dtype)
     else:
         row, source, exists = rows_to_write(rows, keys)
-        # Where none has a row, `place` is that of some row, a full one even.
-        index = row[:, None], place[source].clamp(max=keys.shape[1] - 1)
+        # Where none has a row, a position is some row's, a full one's even.
+        index = row[:, None], position[source].clamp(max=keys.shape[1] - 1)
         for x, new in ((keys, k), (values, v)):
             new = new[source].to(x.dtype)
             x.index_put_(index, new.where(exists, x[index]))
     used = max(used, state.used)
-    return LayerState(keys=keys, values=values, position=position, used=used)
+    return LayerState(keys=keys, values=values, position=num_read, used=used)
 
 
 def grow_to(x: Tensor, capacity: int) -> Tensor:

@@ -19,7 +19,11 @@ from fastweights.layers.common.layer_arguments import (
     scaled_size,
 )
 from fastweights.layers.common.rotary import rotary
-from fastweights.layers.common.state import LayerState, Offsets, token_places
+from fastweights.layers.common.state import (
+    LayerState,
+    Offsets,
+    token_positions,
+)
 from fastweights.layers.common.unpacked_rows import UnpackedRows
 from fastweights.layers.common.window_attention import window_attention
 
@@ -138,7 +142,7 @@ class LaCT(Layer):
         """
         q, k, v = self.qkv_proj(x).chunk(3, -1)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        position = token_places(x.shape[1], x.device, state, cu_seqlens)
+        position = token_positions(x.shape[1], x.device, state, cu_seqlens)
         unpacked = UnpackedRows(x, state, cu_seqlens)
         heads = (self.attention_heads, -1)
 

@@ -21,7 +21,7 @@ from fastweights.layers.common.state import (
     Offsets,
     run_recurrence,
     token_counts,
-    token_places,
+    token_positions,
 )
 from fastweights.ops.members import lightning_decay, retnet_decay
 from fastweights.ranks.group import token_offset
@@ -83,9 +83,10 @@ class MultiScaleRetention(Layer):
     ) -> tuple[Tokens, LayerState]:
         """y, and the state (S, position) after each sequence's last token."""
         q, k, v = split_heads(self.qkv_proj(x), self.heads)
-        start, total = token_offset(x.shape[1])
-        place = token_places(x.shape[1], x.device, state, cu_seqlens, start)
-        q, k = rotary(q, place, self.theta), rotary(k, place, self.theta)
+        T = x.shape[1]
+        start, total = token_offset(T)
+        position = token_positions(T, x.device, state, cu_seqlens, start)
+        q, k = rotary(q, position, self.theta), rotary(k, position, self.theta)
         g = retnet_decay(
             v.shape[2], device=x.device, dtype=compute_dtype(q.dtype)
         )

@@ -13,7 +13,11 @@ from fastweights.layers.common.gates import FactoryOptions
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import check_even, head_size
 from fastweights.layers.common.rotary import rotary
-from fastweights.layers.common.state import LayerState, Offsets, token_places
+from fastweights.layers.common.state import (
+    LayerState,
+    Offsets,
+    token_positions,
+)
 from fastweights.layers.common.unpacked_rows import UnpackedRows
 
 
@@ -122,7 +126,7 @@ class TTTLinear(Layer):
         gradients of a mini-batch that is not complete.
         """
         q, k, v = split_heads(self.qkv_proj(x), self.heads)
-        position = token_places(x.shape[1], x.device, state, cu_seqlens)
+        position = token_positions(x.shape[1], x.device, state, cu_seqlens)
         position = position % self.mini_batch
         q, k = (rotary_neighbours(t, position, self.theta) for t in (q, k))
         rate = upcast(self.rate_proj(x)).sigmoid() * self.base_lr / q.shape[-1]

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import (
-    OFFSETS,
+    INDEX_DTYPES,
     Operands,
     check_arguments,
     check_dtypes,
@@ -208,7 +208,9 @@ def check_accepted(name: str, accepted: Tensor, **of: Tensor) -> None:
     ((first, x),) = of.items()
     (B, T), values = x.shape[:2], [0]
     check_tensors({name: accepted})
-    check_dtypes({**of, name: accepted}, {first: (x.dtype,), name: OFFSETS})
+    check_dtypes(
+        {**of, name: accepted}, {first: (x.dtype,), name: INDEX_DTYPES}
+    )
     if T > MAX_TOKENS:
         raise ValueError(
             f"{name}: got {T} tokens, need at most {MAX_TOKENS} with it"

@@ -74,8 +74,8 @@ class Batch:
             offsets.append(len(tokens))
         rows = [request.row for request, _ in pieces]
         if self.records_prefills:
-            T = power_of_2(max(len(tokens), MIN_RECORDED_PREFILL))
-            N = min(power_of_2(len(rows)), self.pool.size)
+            T = next_power_of_2(max(len(tokens), MIN_RECORDED_PREFILL))
+            N = min(next_power_of_2(len(rows)), self.pool.size)
             if (T, N) not in self.prefills:
                 self.prefills[T, N] = RecordedPrefill(self, T, N)
             self.prefills[T, N](tokens, offsets, rows)
@@ -180,7 +180,7 @@ class RecordedPrefill:
         return after
 
 
-def power_of_2(n: int) -> int:
+def next_power_of_2(n: int) -> int:
     """The smallest power of 2 that is n or more."""
     return 1 << (n - 1).bit_length()
 

@@ -19,7 +19,7 @@ from fastweights.layers import (
 )
 from fastweights.layers.common.convolution import ShortConvolution
 from fastweights.layers.common.rotary import rotary
-from fastweights.layers.common.state import Offsets, token_places
+from fastweights.layers.common.state import Offsets, token_positions
 from fastweights.models import LAYERS
 
 
@@ -71,8 +71,9 @@ class ConvolvedSoftmax(LinearRecurrence):
         check_whole_rows(state, cu_seqlens)
         q, k, v, inputs = self.convolution(self.qkv_proj(x))
         if self.theta is not None:
-            place = token_places(x.shape[1], x.device, None, None)
-            q, k = rotary(q, place, self.theta), rotary(k, place, self.theta)
+            position = token_positions(x.shape[1], x.device, None, None)
+            q = rotary(q, position, self.theta)
+            k = rotary(k, position, self.theta)
         q, k_h, v_h = (x.transpose(1, 2) for x in (q, k, v))
         o = F.scaled_dot_product_attention(q, k_h, v_h, is_causal=True)
         gate = None if self.g_proj is None else self.g_proj(x)

@@ -35,7 +35,7 @@ def kind_of(
     tensors: CallTensors,
     chunk_size: int,
     invariant: bool = False,
-    ranks: bool = False,
+    on_ranks: bool = False,
 ) -> tuple[CallKind, tuple]:
     """The kind of this call, and the sizes that lengths_of takes.
 
@@ -48,7 +48,7 @@ def kind_of(
     precision = dot_precision(q.dtype, K)
     erases = tensors.erase is not None
     delta = erases or tensors.beta is not None
-    rule: Any = (gate_width, delta, chunk_size, precision, erases, ranks)
+    rule: Any = (gate_width, delta, chunk_size, precision, erases, on_ranks)
     kind = CallKind(gpu_of(q.device), q.dtype, *heads, *rule)
     N = B if offsets is None else offsets.shape[0] - 1
     return kind, (B, T, N, offsets is not None, invariant)
@@ -60,11 +60,11 @@ def dtypes_of(tensors: CallTensors) -> CallTensors:
 
 
 def empty_saved(
-    operands: Operands, options: OperatorOptions, ranks: bool = False
+    operands: Operands, options: OperatorOptions, on_ranks: bool = False
 ) -> list[Tensor]:
     """Room for what :func:`forward` saves."""
     tensors, (_, chunk_size, _, invariant) = CallTensors(*operands), options
-    kind, sizes = kind_of(tensors, chunk_size, invariant, ranks)
+    kind, sizes = kind_of(tensors, chunk_size, invariant, on_ranks)
     lengths = lengths_of.__wrapped__(kind, *sizes)  # no symbol is a key
     saved = stages.TensorSpecs(kind, dtypes_of(tensors)).saved
     size = buffer_offsets((x.num_lines for x in saved), lengths)[-1]
@@ -99,8 +99,8 @@ def run_schedule(
     scale, chunk_size, _, invariant = options
     tensors = CallTensors(*[aligned(x) for x in inputs])
     with torch.cuda.device_of(tensors.q):
-        ranks = exchange is not None
-        kind, sizes = kind_of(tensors, chunk_size, invariant, ranks)
+        on_ranks = exchange is not None
+        kind, sizes = kind_of(tensors, chunk_size, invariant, on_ranks)
         lengths, dtypes = lengths_of(kind, *sizes), dtypes_of(tensors)
         segmented, back = lengths.borders > 0, saved is not None
         make_schedule = (
@@ -111,7 +111,7 @@ def run_schedule(
             schedules = [schedule]
             trained = [x for x in tensors if x is not None and x.requires_grad]
             if trained and not back:
-                dstate = torch.float32 if ranks else None
+                dstate = torch.float32 if on_ranks else None
                 dtypes = dtypes._replace(do=dtypes.v, dstate=dstate)
                 schedules.append(
                     stages.backward_schedule(kind, dtypes, segmented)

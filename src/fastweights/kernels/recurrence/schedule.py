@@ -322,7 +322,7 @@ class Schedule:
             values += [scratch_at + x for x in scratch_offsets[:-1]]
             values += numbers
         values += [select(values) for select in self.groups]
-        launch = launch_with_scratch if self.tma else launch_all
+        launch = launch_with_descriptors if self.tma else launch_all
         if exchange is None:
             launch(runs, values)
             return results, saved
@@ -374,17 +374,19 @@ def launch_all(runs: list, values: list[Any]) -> None:
         run(*select(values))
 
 
-def _allocate_scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+def _allocate_descriptors(
+    size: int, alignment: int, stream: int | None
+) -> Tensor:
     """Bytes on the GPU, until what runs on the current stream is done."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def launch_with_scratch(runs: list, values: list[Any]) -> None:
+def launch_with_descriptors(runs: list, values: list[Any]) -> None:
     """:func:`launch_all`, with memory for the kernels that make descriptors.
 
     Triton's allocator is a context variable: ours is set in a copy of the
     context, so that the caller's stays.
     """
     context = copy_context()
-    context.run(triton.set_allocator, _allocate_scratch)
+    context.run(triton.set_allocator, _allocate_descriptors)
     context.run(launch_all, runs, values)

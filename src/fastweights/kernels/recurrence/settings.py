@@ -36,7 +36,7 @@ class CallKind(NamedTuple):
     chunk_size: int
     precision: str  # gpu.dot_precision
     erase: bool = False  # of the delta rule: another key than k erases
-    ranks: bool = False  # other ranks have the tokens before and after
+    on_ranks: bool = False  # other ranks have the tokens before and after
 
     @property
     def per_head(self) -> bool:
@@ -302,7 +302,7 @@ def settings_of(
         PRECISION=kind.precision,
         BACK=stage.endswith("backward"),
         ERASE=kind.erase,
-        RANKS=kind.ranks and not inside,
+        RANKS=kind.on_ranks and not inside,
         **sizes,
     )
     return meta, options
@@ -346,7 +346,7 @@ def lengths_of(
         L = segment_chunks(kind, rows, chunks)
     segments = rows * -(-chunks // L)
     borders = rows * (T // (L * C))
-    if kind.ranks:
+    if kind.on_ranks:
         borders = segments + packed
     segments += N if packed else 0
     return Lengths(

@@ -184,7 +184,7 @@ class TensorSpecs:
         map_row = (HV, K, K if delta else 1)
         changes = gated or delta  # else a map is all ones: there is none
         self.maps = spec("maps", "borders", map_row, fp32, changes)
-        changes = changes and kind.ranks
+        changes = changes and kind.on_ranks
         self.products = spec("products", "borders", map_row, fp32, changes)
         self.o = spec("o", "tokens", (HV, V), low)
         self.state = spec("state", "N", states, fp32)
@@ -229,7 +229,7 @@ class ScheduleBuilder:
         """compose_kernel; on ranks maps have programs, too."""
         kind = self.kind
         meta = meta_of(stage, kind)
-        tiles = meta.NV + (meta.NM if kind.ranks and kind.delta else 0)
+        tiles = meta.NV + (meta.NM if kind.on_ranks and kind.delta else 0)
         programs = CallNumber("borders", kind.HV * tiles)
         self.add(stage, compose_kernel, programs, passing)
 
@@ -250,7 +250,7 @@ class ScheduleBuilder:
             clear = (clear_tail_kernel, programs, arguments, {"num_warps": 4})
             self.launches.append(Launch(*clear))
         exchange = None
-        if self.kind.ranks:
+        if self.kind.on_ranks:
             kernels = [launch.kernel for launch in self.launches]
             ends = compose_kernel, arrive_kernel
             exchange = slice(*map(kernels.index, ends))
@@ -291,7 +291,7 @@ def forward_schedule(
         ends = x.initial_state, x.border_states, x.state
         passing = StatePassing(*ends, x.maps, x.products)
         builder.add_compose("compose", passing)
-        if kind.ranks:
+        if kind.on_ranks:
             builder.add_arrive("arrive", passing)
     border_states = x.border_states if segmented else None
     states = States(x.initial_state, border_states, None)
@@ -334,7 +334,7 @@ def backward_schedule(
     outputs = Outputs(h=x.h, u=x.u)
     groups = x.qk, x.v, x.decays, Scores(R=x.R), states, outputs
     builder.add_tiles("chunk_states", scan_fwd_kernel, "segments", *groups)
-    if kind.ranks:
+    if kind.on_ranks:
         builder.add_arrive("arrive_backward", passing)
     u, dbeta_of_tiles, dbeta_of_rows = None, None, x.dbeta
     if sums_dbeta_by_tiles(kind):

@@ -317,7 +317,7 @@ def run_recurrence(
     )
 
 
-def token_places(
+def token_positions(
     T: int,
     device: torch.device,
     state: LayerState | None,

@@ -64,9 +64,9 @@ class Operator:
             where nothing depends on one), the inputs, a list of what was kept
             (if anything is) and the options to a list of the gradients of
             the inputs that are not None, contiguous and of their dtypes.
-        hidden: how many of the last results are for the backward only.
-        kept: how many of the last results the backward is given; one of them
-            may be a list.
+        num_hidden: how many of the last results are for the backward only.
+        num_kept: how many of the last results the backward is given; one of
+            them may be a list.
         alternative: the backend that has gradients of gradients and
             transforms, for a refusal to name; None if there is none.
         flops: formulas of its FLOPs and of its backward's, if they count.
@@ -89,8 +89,8 @@ class Operator:
         forward: Callable,
         fake: Callable,
         backward: Callable,
-        hidden: int = 0,
-        kept: int = 0,
+        num_hidden: int = 0,
+        num_kept: int = 0,
         alternative: str | None = None,
         flops: tuple[Callable, ...] = (),
         public_name: str = "",
@@ -104,10 +104,11 @@ class Operator:
             [x.split()[-1] for x in text.split(", ")]
             for text in (inputs, results)
         )
-        self.shown, self.kept = len(outputs) - hidden, kept
-        self.with_gradient = len(self.names) - ("cu_seqlens" in self.names)
-        grads = [f"Tensor? d{name}" for name in outputs[: self.shown]]
-        saved = ["Tensor[] saved"] if kept else []
+        self.num_shown, self.num_kept = len(outputs) - num_hidden, num_kept
+        has_offsets = "cu_seqlens" in self.names
+        self.num_differentiable = len(self.names) - has_offsets
+        grads = [f"Tensor? d{name}" for name in outputs[: self.num_shown]]
+        saved = ["Tensor[] saved"] if num_kept else []
         back = ", ".join([*grads, inputs, *saved, options])
         schema = f"{name}({inputs}, {options}) -> ({results})"
         gradient = self.differentiate, self.save
@@ -135,16 +136,18 @@ class Operator:
                         f"{name}: got a tensor made in torch.inference_mode, "
                         "need its clone(), since a gradient is asked for"
                     )
-            return Gradient.apply(self, operator, *arguments)
+            return OperatorFunction.apply(self, operator, *arguments)
         return self.results(operator(*arguments))
 
     def results(self, output: Any) -> Any:
         """What a caller sees of the results; a single one is no tuple."""
-        return output[: self.shown] if isinstance(output, tuple) else output
+        return (
+            output[: self.num_shown] if isinstance(output, tuple) else output
+        )
 
     def save(self, ctx: Any, inputs: tuple, output: Any) -> None:
         n = len(self.names)
-        kept = output[len(output) - self.kept :] if self.kept else ()
+        kept = output[len(output) - self.num_kept :] if self.num_kept else ()
         saved = [[x] if isinstance(x, Tensor) else x for x in kept]
         ctx.save_for_backward(*inputs[:n], *itertools.chain(*saved))
         ctx.options = inputs[n:]
@@ -154,21 +157,21 @@ class Operator:
         self, ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # checkpointing lets them be read once
-        n, grads = len(self.names), grads[: self.shown]
-        saved = [list(tensors[n:])] if self.kept else []
+        n, grads = len(self.names), grads[: self.num_shown]
+        saved = [list(tensors[n:])] if self.num_kept else []
         operator: Callable = self.backward  # which refuses its own gradient
         if not torch.is_grad_enabled():
             arguments = (*grads, *tensors)
             operator = skip_dispatcher(operator, self.functions[1], arguments)
         results = iter(operator(*grads, *tensors[:n], *saved, *ctx.options))
-        inputs = tensors[: self.with_gradient]
+        inputs = tensors[: self.num_differentiable]
         nones = n - len(inputs) + len(ctx.options)
         grads = tuple([None if x is None else next(results) for x in inputs])
         return *grads, *[None] * nones
 
     def fake_backward(self, *arguments: Any) -> list[Tensor]:
         """Room for the gradients."""
-        inputs = arguments[self.shown :][: self.with_gradient]
+        inputs = arguments[self.num_shown :][: self.num_differentiable]
         return [x.new_empty(x.shape) for x in inputs if x is not None]
 
     def refuse(self, ctx: Any, *grads: Any) -> None:
@@ -190,7 +193,7 @@ class Operator:
             )
 
 
-class Gradient(torch.autograd.Function):
+class OperatorFunction(torch.autograd.Function):
     """An Operator's results, with its gradient.
 
     Without a setup_context, for which PyTorch reads the signature in each

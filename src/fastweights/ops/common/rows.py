@@ -7,7 +7,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from fastweights.arguments import (
-    OFFSETS,
+    INDEX_DTYPES,
     check_dtypes,
     check_rows,
     check_states,
@@ -35,7 +35,7 @@ def check_rows_of_states(
         N = first.shape[0] if first.dim() else 0
         check_rows(rows, q.shape[0], N, none=True)
         check_dtypes(
-            {"q": q, "rows": rows}, {"q": (q.dtype,), "rows": OFFSETS}
+            {"q": q, "rows": rows}, {"q": (q.dtype,), "rows": INDEX_DTYPES}
         )
     for (name, state), shape in zip(states.items(), shapes, strict=False):
         check_states(q, {name: state}, {name: (N, *shape)}, extra_dtypes)
