@@ -57,6 +57,7 @@ TRAININGS = {
     "frozen": Training("frozen"),
     "jumps": Training(jumps=True),
     "forgets": Training("forgets", jumps=True),
+    "jumps, surprised": Training("surprised", jumps=True),
     "chunks of 64": Training(chunk=64),
     "chunks of 256": Training(chunk=256),
 }
@@ -121,7 +122,7 @@ def network(
             the same, and :func:`surprised` says how far.
     """
     *first, logs = weights[:5]
-    now, rates = first, logs.exp().unbind(-3)
+    now, rates = [*first], logs.exp().unbind(-3)
     kept, means = [torch.ones(())] * 4, (torch.zeros(()), torch.tensor(0.5))
     if way == "forgets":
         kept = [*(-chunk * weights[5].exp()).exp().unbind(-3)]
@@ -131,24 +132,22 @@ def network(
         h = (x @ W1 + b1).tanh()
         guess = h @ W2 + b2
         e2 = guess - target[..., None]
-        e1 = (e2 @ W2.mT) * (1 - h * h)
-        steps = [
-            x.mT @ e1,
-            e1.sum(-2, keepdim=True),
-            h.mT @ e2,
-            e2.sum(-2, keepdim=True),
-        ]
+        steps = [h.mT @ e2, e2.sum(-2, keepdim=True)]
+        if way != "frozen":
+            e1 = (e2 @ W2.mT) * (1 - h * h)
+            steps = [x.mT @ e1, e1.sum(-2, keepdim=True), *steps]
         if way == "Muon":
             steps[0] = newton_schulz(steps[0])
-        if way == "frozen":
-            steps[:2] = [torch.zeros_like(step) for step in steps[:2]]
         if way == "surprised":
             part, means = surprised(e2, *means)
             kept = [part] * 4
-        now = [
+        fixed = len(now) - len(steps)
+        now[fixed:] = [
             torch.lerp(w0, w, part) - rate * step
             for w0, w, part, rate, step in zip(
-                first, now, kept, rates, steps, strict=True
+                *(x[fixed:] for x in (first, now, kept, rates)),
+                steps,
+                strict=True,
             )
         ]
         said.append(guess[..., 0])
@@ -222,16 +221,19 @@ def trained(
     slow: Sequence[Tensor],
     lr: float,
     steps: int,
-    jumps: bool = False,
+    draw: Callable[..., Sequence[Tensor]] = drawn,
+    tokens: int | None = None,
 ) -> list[Tensor]:
-    """The slow weights after training on the guesses of new texts."""
+    """The slow weights after training on the guesses of new texts.
+
+    Their keys and values are what ``draw`` returns first.
+    """
     source = torch.Generator().manual_seed(1)
     slow = [x.clone().requires_grad_() for x in slow]
     optimiser = torch.optim.Adam(slow, lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     for _ in range(steps):
-        draw = drawn_to_jump if jumps else drawn
-        k, v, *_ = draw(SEEDS, TEXTS, TOKENS, source=source)
+        k, v, *_ = draw(SEEDS, TEXTS, tokens or TOKENS, source=source)
         losses = (memory(slow, k, v) - v).square().mean((1, 2))
         for x, grad in zip(
             slow, torch.autograd.grad(losses.sum(), slow), strict=True
@@ -289,7 +291,7 @@ def main() -> None:
             network_start(torch.Generator().manual_seed(0), way, chunk),
             0.03,
             arguments.steps,
-            jumps,
+            drawn_to_jump if jumps else drawn,
         )
         found[name] = [rounded(x) for x in slow]
     print(json.dumps(found))
