@@ -46,7 +46,7 @@ def compile_kernel(
         for name, y in zip(TRAINED, (w, x, "*i32", x, x), strict=True)
     )
     types = {"inputs": (x, w, bias, state), "cu_seqlens": offsets}
-    types |= {"outputs": (x, x, x), "slopes": (x, x, x, dstate)}
+    types |= {"outputs": (x, x, x), "output_grads": (x, x, x, dstate)}
     types |= {"grads": (x, w, dinitial), "T": "i32", "N": "i32", "eps": "fp32"}
     constants = settings | {"META": meta}
     return build(KERNELS[name], capability, dtype, constants, types)

@@ -20,7 +20,7 @@ def compile_kernel(name, capability, dtype="bf16", D=2048, N=16, G=None):
     constants = selective.SETTINGS | {"META": meta}
     x, y = f"*{dtype}", "*fp32"
     types = {"inputs": (x, y, y, x, x, y), "initial_state": y, "states": y}
-    types |= {"results": (x, y, y), "slopes": (x, y)}
+    types |= {"results": (x, y, y), "output_grads": (x, y)}
     types |= {"grads": (x, *[y] * 6), "cu_seqlens": "*i32"}
     types |= {"T": "i32", "num_tokens": "i32"}
     if G is None:

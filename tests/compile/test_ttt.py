@@ -25,7 +25,7 @@ def compile_kernel(name, capability, dtype, K, C=16):
     x, y = f"*{dtype}", "*fp32"
     types = {"tokens": (x, x, x, y), "memory": (y, y), "norm": (y, y)}
     types |= {"factors": y, "results": (x, x, y, y), "T": "i32"}
-    types |= {"slopes": (x, y, y), "grads": (x, x, x, *[y] * 6)}
+    types |= {"output_grads": (x, y, y), "grads": (x, x, x, *[y] * 6)}
     constants = settings | {"META": meta}
     return build(KERNELS[name], capability, dtype, constants, types)
 

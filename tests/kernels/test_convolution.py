@@ -148,10 +148,10 @@ def test_offsets_that_are_none_stay_within_the_tokens(offsets):
     last, dlast, dstate = (rows(N, W - 1, C) for _ in range(3))
     share = rows(convolution.num_chunks(x, cu_seqlens, 8), W, C)
     call = (meta, settings, None, (x, weight, None, state), cu_seqlens)
-    slopes, grads = (dy, dy, dy, dlast), (dx, share, dstate)
+    output_grads, grads = (dy, dy, dy, dlast), (dx, share, dstate)
     run = convolution.launch_chunks
     run(convolution.convolution_fwd_kernel, *call, (y, y, y), last)
-    run(convolution.convolution_bwd_kernel, *call, slopes, grads)
+    run(convolution.convolution_bwd_kernel, *call, output_grads, grads)
     for t in made:
         assert t[:guard].isnan().all() and t[-guard:].isnan().all()
         assert t[guard:-guard].isfinite().all()

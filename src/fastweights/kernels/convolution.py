@@ -144,8 +144,9 @@ def backward(
     if initial_state is not None:
         dinitial = torch.empty_like(initial_state)
     meta = ConvolutionMeta(C, H, K, W, silu, eps is not None, **tile)
-    inputs, slopes = (x, weight, bias, initial_state), (dq, dk, dv, dstate)
-    arguments = inputs, cu_seqlens, slopes, (dx, share, dinitial)
+    inputs = x, weight, bias, initial_state
+    output_grads = dq, dk, dv, dstate
+    arguments = inputs, cu_seqlens, output_grads, (dx, share, dinitial)
     launch_chunks(convolution_bwd_kernel, meta, settings, eps, *arguments)
     clear_tail(cu_seqlens, dx)
     total = share.sum(0)  # [W or W + 1, C]

@@ -126,7 +126,7 @@ def load_group_before(
 
 @triton.jit
 def chunk_bwd(
-    inputs, slopes, grads, eps, i_c, chunk, c, o_y, BLOCK: tl.constexpr
+    inputs, output_grads, grads, eps, i_c, chunk, c, o_y, BLOCK: tl.constexpr
 ):
     """The gradients of a chunk, from its last four tokens to its first.
 
@@ -136,7 +136,7 @@ def chunk_bwd(
     dzs, the sums' gradients, are those of the four tokens at hand.
     """
     x, weight, bias, initial_state = inputs
-    dy, dstate = slopes
+    dy, dstate = output_grads
     dx, share, dinitial = grads
     i_n, start, end, t = chunk
     C: tl.constexpr = BLOCK.C
@@ -224,7 +224,7 @@ def chunk_bwd(
 
 @triton.jit(do_not_specialize=["T", "N"])
 def convolution_bwd_kernel(
-    inputs, cu_seqlens, slopes, grads, eps, T, N, META: tl.constexpr
+    inputs, cu_seqlens, output_grads, grads, eps, T, N, META: tl.constexpr
 ):
     """The gradients of one chunk of one block of channels.
 
@@ -232,7 +232,7 @@ def convolution_bwd_kernel(
     bias, in fp32, has each chunk's part of the taps' gradients: torch adds
     them up.
     """
-    dq, dk, dv, dstate = slopes
+    dq, dk, dv, dstate = output_grads
     HEAD: tl.constexpr = META.HEAD
     REST: tl.constexpr = META.REST
     i_c, i_d = tl.program_id(0) // META.NB, tl.program_id(0) % META.NB

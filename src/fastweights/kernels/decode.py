@@ -65,9 +65,9 @@ def decode_kernel(
 ):
     """T tokens of one value tile of one head, its state in registers.
 
-    ``pool`` is (state, rows, accepted): sequence i_b has row rows[i_b] of the
-    N states, or i_b if rows is None, and of its tokens the state takes in the
-    first accepted[i_b], or all.
+    ``pool`` is (state, rows, accepted): sequence i_n has row rows[i_n] of the
+    N states, or i_n if rows is None, and of its tokens the state takes in the
+    first accepted[i_n], or all.
     ``strides`` lie between the ``tokens``, q, k, v, g and beta. With
     ``decay_parameters``, (A_log, dt_bias), the log decay is made of g here.
     ``erase`` is the key [B, T, HV, K] that reads in place of k, and its
@@ -92,16 +92,16 @@ def decode_kernel(
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     NV: tl.constexpr = (V + BV - 1) // BV
-    i_bh, i_v = tl.program_id(0) // NV, tl.program_id(0) % NV
-    i_b, i_hv = (i_bh // HV).to(tl.int64), i_bh % HV
+    i_nh, i_v = tl.program_id(0) // NV, tl.program_id(0) % NV
+    i_n, i_hv = (i_nh // HV).to(tl.int64), i_nh % HV
     i_h = i_hv // (HV // META.H)
     o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    i_n = i_b
+    i_row = i_n
     if rows is not None:
-        i_n = tl.load(rows + i_b).to(tl.int64)
-    o_S, m_S = state_at(i_n * HV + i_hv, i_v, K, V, BK, BV)
+        i_row = tl.load(rows + i_n).to(tl.int64)
+    o_S, m_S = state_at(i_row * HV + i_hv, i_v, K, V, BK, BV)
     if rows is not None:
-        is_there = (i_n >= 0) & (i_n < N)
+        is_there = (i_row >= 0) & (i_row < N)
         m_S = mask_if(is_there, m_S)
     b_S = tl.load(state + o_S, mask=m_S, other=0.0)  # [BK, BV]
     b_S = b_S.to(tl.float32)
@@ -116,10 +116,10 @@ def decode_kernel(
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     if accepted is not None:
-        last = tl.load(accepted + i_b).to(tl.int32) - 1
+        last = tl.load(accepted + i_n).to(tl.int32) - 1
     s_q, s_k, s_v, s_g, s_beta = strides
     for t in range(T):
-        i_t = i_b * T + t
+        i_t = i_n * T + t
         # All loads first, so that none waits for what another is used for.
         b_k = load_vector(k + i_t * s_k + i_h * K, o_k, K)  # [BK]
         b_q = load_vector(q + i_t * s_q + i_h * K, o_k, K)  # [BK]
@@ -160,8 +160,8 @@ def decode_kernel(
         if beta is not None or erase is not None:
             # What is found and what q reads before the write, in one exchange
             # between the warps.
-            b_r = b_k if erase is None else b_e.to(tl.float32)[:, None]
-            b_found, b_o = tl.reduce((b_S * b_r, b_S * b_q), 0, add_pairs)
+            b_read = b_k if erase is None else b_e.to(tl.float32)[:, None]
+            b_found, b_o = tl.reduce((b_S * b_read, b_S * b_q), 0, add_pairs)
             b_new = b_new - b_found  # [BV]
             if beta is not None:
                 b_new = b_beta * b_new

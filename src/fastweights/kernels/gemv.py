@@ -63,18 +63,18 @@ def matrix_of(weights, META: tl.constexpr):
     The first one of its x, and the first one of its y. Programs go through
     the matrices one after the other.
     """
-    i_n, tiles_before = tl.program_id(0), 0
+    i_tile, tiles_before = tl.program_id(0), 0
     w, N, source, target = weights[0], META.SIZES[0], META.SOURCES[0], 0
     for j in tl.static_range(1, len(META.SIZES)):
         tiles_before += (META.SIZES[j - 1] + META.BN - 1) // META.BN
         is_later = tl.program_id(0) >= tiles_before
         if is_later:
             w = weights[j]
-        i_n = tl.where(is_later, tl.program_id(0) - tiles_before, i_n)
+        i_tile = tl.where(is_later, tl.program_id(0) - tiles_before, i_tile)
         N = tl.where(is_later, META.SIZES[j], N)
         source = tl.where(is_later, META.SOURCES[j], source)
         target = tl.where(is_later, target + META.SIZES[j - 1], target)
-    return w, i_n, N, source, target
+    return w, i_tile, N, source, target
 
 
 @triton.jit
@@ -291,18 +291,18 @@ def inputs_before(convolution, rows, R, channels, META: tl.constexpr):
         places: pointers to a sequence's first one, mask, which token of its
             sequence each is, and by how many the sequence's inputs move on.
     """
-    taps, bias, history, states, accepted, T = convolution
+    taps, bias, history, pool_rows, accepted, T = convolution
     o_m, m_m, _ = rows
     o_c, m_c = channels
     C: tl.constexpr = META.SIZES[0]
     W: tl.constexpr = META.W
-    i_b, t = o_m // T, (o_m % T).to(tl.int32)
-    o_r, m_r, n = i_b, m_m, tl.zeros_like(t) + T
-    if states is not None:
-        o_r = tl.load(states + i_b, mask=m_m, other=-1).to(tl.int64)
+    i_n, t = o_m // T, (o_m % T).to(tl.int32)
+    o_r, m_r, n = i_n, m_m, tl.zeros_like(t) + T
+    if pool_rows is not None:
+        o_r = tl.load(pool_rows + i_n, mask=m_m, other=-1).to(tl.int64)
         m_r = (o_r >= 0) & (o_r < R)
     if accepted is not None:
-        n = tl.load(accepted + i_b, mask=m_m, other=0).to(tl.int32)
+        n = tl.load(accepted + i_n, mask=m_m, other=0).to(tl.int32)
     m = m_r[:, None] & m_c[None, :]
     p_h = history + o_r[:, None] * ((W - 1) * C) + o_c[None, :]
     weights, seen, kept = [], [], []
@@ -367,9 +367,9 @@ def gemv_kernel(
     EARLY, programs start while those of the kernel before end, and read
     weights, which are nobody's result, before they wait for it.
     """
-    w, i_n, N, source, target = matrix_of(weights, META)
+    w, i_tile, N, source, target = matrix_of(weights, META)
     o_m = (tl.program_id(1) * META.BM + tl.arange(0, META.BM)).to(tl.int64)
-    o_n = i_n * META.BN + tl.arange(0, META.BN)
+    o_n = i_tile * META.BN + tl.arange(0, META.BN)
     m_m, m_n = o_m < M, o_n < N
     rows, outputs = (o_m, m_m, M), (o_n, m_n)
     # Nothing that the kernel before writes: read before it ends.

@@ -77,16 +77,16 @@ def channels_of_program(META: tl.constexpr):
     P: tl.constexpr = META.D // META.G  # channels per group
     NP: tl.constexpr = META.NP
     ND: tl.constexpr = META.G * NP
-    i_s, i_d = tl.program_id(0) // ND, tl.program_id(0) % ND
+    i_n, i_d = tl.program_id(0) // ND, tl.program_id(0) % ND
     o_p = i_d % NP * META.BD + tl.arange(0, META.BD)
-    return i_s.to(tl.int64), i_d, i_d // NP, i_d // NP * P + o_p, o_p < P
+    return i_n.to(tl.int64), i_d, i_d // NP, i_d // NP * P + o_p, o_p < P
 
 
 @triton.jit
-def tokens_of_sequence(cu_seqlens, i_s, T, BT: tl.constexpr):
+def tokens_of_sequence(cu_seqlens, i_n, T, BT: tl.constexpr):
     """A sequence's first token, its length, and its first tile of time."""
-    start, end = sequence_span(i_s, cu_seqlens, T)
-    first = first_slot(i_s, cu_seqlens, T, BT)
+    start, end = sequence_span(i_n, cu_seqlens, T)
+    first = first_slot(i_n, cu_seqlens, T, BT)
     return start, (end - start).to(tl.int32), first
 
 
@@ -150,11 +150,11 @@ def selective_fwd_kernel(
     D: tl.constexpr = META.D
     N: tl.constexpr = META.N
     BT: tl.constexpr = META.BT
-    i_s, _, i_g, o_d, m_d = channels_of_program(META)
-    start, length, first = tokens_of_sequence(cu_seqlens, i_s, T, BT)
+    i_n, _, i_g, o_d, m_d = channels_of_program(META)
+    start, length, first = tokens_of_sequence(cu_seqlens, i_n, T, BT)
     o_n = tl.arange(0, META.BN)
     channels, columns = (o_d, m_d), (o_n, o_n < N)
-    own = i_s * D + o_d, m_d
+    own = i_n * D + o_d, m_d
     b_A = load_entries(A, channels, columns, N)  # [BD, BN]
     if skip is not None:
         b_skip = tl.load(skip + o_d, mask=m_d, other=0.0).to(tl.float32)
@@ -188,7 +188,7 @@ def selective_bwd_kernel(
     inputs,
     cu_seqlens,
     states,
-    slopes,
+    output_grads,
     grads,
     T,
     num_tokens,
@@ -201,16 +201,16 @@ def selective_bwd_kernel(
     num_tokens is that of all sequences.
     """
     x, A, dt, B, C, skip = inputs
-    dy, dstate = slopes
+    dy, dstate = output_grads
     dx, ddt, dA, dB, dC, dskip, dinitial = grads
     D: tl.constexpr = META.D
     N: tl.constexpr = META.N
     BT: tl.constexpr = META.BT
-    i_s, i_d, i_g, o_d, m_d = channels_of_program(META)
-    start, length, first = tokens_of_sequence(cu_seqlens, i_s, T, BT)
+    i_n, i_d, i_g, o_d, m_d = channels_of_program(META)
+    start, length, first = tokens_of_sequence(cu_seqlens, i_n, T, BT)
     o_n = tl.arange(0, META.BN)
     channels, columns = (o_d, m_d), (o_n, o_n < N)
-    own = i_s * D + o_d, m_d
+    own = i_n * D + o_d, m_d
     NT = tl.cdiv(length, BT)
     b_A = load_entries(A, channels, columns, N)  # [BD, BN]
     b_dA = tl.zeros(b_A.shape, tl.float32)
@@ -271,7 +271,7 @@ def selective_bwd_kernel(
         b_dh = select_row(b_a * b_dhs, 0)  # [BD, BN]
     store_entries(dA, b_dA, own, columns, N)
     if skip is not None:
-        tl.store(dskip + (i_s * D + o_d), b_dskip, mask=m_d)
+        tl.store(dskip + (i_n * D + o_d), b_dskip, mask=m_d)
     if dinitial is not None:
         store_entries(dinitial, b_dh, own, columns, N)
 
@@ -355,9 +355,10 @@ def backward(
     dB, dC = x.new_empty(2, G, meta.NP, batch, T, N, dtype=FP32)
     dD = None if D is None else dA.new_empty(S, channels)
     dinitial = None if initial_state is None else torch.empty_like(dA)
-    inputs, slopes = (x, A, dt, B, C, D), (dy, dstate)
+    inputs, output_grads = (x, A, dt, B, C, D), (dy, dstate)
+    groups = inputs, cu_seqlens, states, output_grads
     grads = dx, ddt, dA, dB, dC, dD, dinitial
-    arguments = inputs, cu_seqlens, states, slopes, grads, T, batch * T, meta
+    arguments = *groups, grads, T, batch * T, meta
     with torch.cuda.device_of(x):
         selective_bwd_kernel[grid_of(S, meta)](*arguments, **SETTINGS)
     dB, dC = dB.sum(1), dC.sum(1)  # [G, Bt, T, N]

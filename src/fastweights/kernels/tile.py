@@ -14,7 +14,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def tile_at(
-    i_b,
+    i_n,
     i_t,
     i_h,
     i_d,
@@ -24,13 +24,13 @@ def tile_at(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Offsets and mask of tile (i_t, i_d) of x[i_b, :, i_h, :].
+    """Offsets and mask of tile (i_t, i_d) of x[i_n, :, i_h, :].
 
     x is a contiguous [B, T, H, D], the tile [BT, BD].
     """
     o_t = i_t * BT + tl.arange(0, BT)
     o_d = i_d * BD + tl.arange(0, BD)
-    o_row = (i_b.to(tl.int64) * T + o_t) * H + i_h  # may exceed 2^31
+    o_row = (i_n.to(tl.int64) * T + o_t) * H + i_h  # may exceed 2^31
     mask = (o_t < T)[:, None] & (o_d < D)[None, :]
     return o_row[:, None] * D + o_d[None, :], mask
 

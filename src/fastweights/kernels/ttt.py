@@ -193,7 +193,15 @@ def ttt_fwd_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def ttt_bwd_kernel(
-    tokens, memory, norm, factors, X, slopes, grads, T, META: tl.constexpr
+    tokens,
+    memory,
+    norm,
+    factors,
+    X,
+    output_grads,
+    grads,
+    T,
+    META: tl.constexpr,
 ):
     """Gradients of one head of one sequence, last mini-batch first.
 
@@ -203,7 +211,7 @@ def ttt_bwd_kernel(
     q, k, v, rate = tokens
     W_after, b_after = memory
     weight, bias = norm
-    do, dW_after, db_after = slopes
+    do, dW_after, db_after = output_grads
     dq, dk, dv, drate, dW, db, dweight, dbias, dfactors = grads
     K: tl.constexpr = META.K
     C: tl.constexpr = META.C
@@ -376,8 +384,8 @@ def backward(
     dfactors = q.new_empty(B, H, C, dtype=FP32)
     own = (dq, dk, dv, drate, dW, db)
     tokens, memory, norm = (q, k, v, rate), (W_after, b_after), (weight, bias)
-    slopes, grads = (do, dW_after, db_after), (*own, dweight, dbias, dfactors)
-    launch_heads(
-        ttt_bwd_kernel, C, tokens, memory, norm, factors, X, slopes, grads
-    )
+    inputs = tokens, memory, norm, factors, X
+    output_grads = do, dW_after, db_after
+    grads = *own, dweight, dbias, dfactors
+    launch_heads(ttt_bwd_kernel, C, *inputs, output_grads, grads)
     return [*own, dweight.sum(0), dbias.sum(0), dfactors.sum((0, 1))]

@@ -309,11 +309,12 @@ def _backward(
             zeros.zero_() if dy is None else dy
             for dy, zeros in zip(outputs, empty_heads(x, heads), strict=True)
         ]
-    slopes = (
+    output_grads = (
         None if t is None else t.contiguous() for t in (*outputs, dstate)
     )
     with without_autocast(x):
-        grads = module.backward(*slopes, x, *others, tuple(heads), eps, silu)
+        options = tuple(heads), eps, silu
+        grads = module.backward(*output_grads, x, *others, *options)
     return [
         grad.to(t.dtype).contiguous()
         for grad, t in zip(grads, (x, *others[:3]), strict=True)

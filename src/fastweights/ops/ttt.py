@@ -73,13 +73,13 @@ def _backward(
     W_after, b_after, _ = saved
     record_run("triton backward")
     grads = (do, dW_after, db_after)
-    slopes = [
+    output_grads = [
         torch.zeros_like(x) if dx is None else dx.contiguous()
         for dx, x in zip(grads, (q, W_after, b_after), strict=True)
     ]
     inputs = (q, k, v, rate, weight, bias, step_scale, *saved)
     with without_autocast(q):
-        return kernel.backward(*[*slopes, *inputs])
+        return kernel.backward(*[*output_grads, *inputs])
 
 
 TTT = Operator(

@@ -84,7 +84,7 @@ class Exchange:
         passing: StatePassing,
         compose: Callable[..., None],
         overlap: Callable[[], None],
-        arrive: Callable[..., None],
+        add_arriving: Callable[..., None],
     ) -> None:
         """Set ``entering`` to the states that enter this rank's sequences."""
         entering, size, s = passing.entering, self.ranks.size, self.shard
@@ -108,14 +108,14 @@ class Exchange:
         )
         if self.ranks.rank > 0:
             rows = s and (s.incoming, s.receives)
-            self.add_entering(state, entering, rows, arrive)
+            self.add_entering(state, entering, rows, add_arriving)
 
     def backward(
         self,
         passing: StatePassing,
         compose: Callable[..., None],
         overlap: Callable[[], None],
-        arrive: Callable[..., None],
+        add_arriving: Callable[..., None],
     ) -> None:
         """Set ``entering`` to the gradient of the states that leave them."""
         entering, size, s = passing.entering, self.ranks.size, self.shard
@@ -138,14 +138,14 @@ class Exchange:
         )
         if state is not None:
             rows = s and (s.outgoing, s.sends)
-            self.add_entering(state, entering, rows, arrive)
+            self.add_entering(state, entering, rows, add_arriving)
 
     @staticmethod
     def add_entering(
         state: Tensor,
         entering: Tensor,
         rows: tuple[Tensor, Tensor] | None,
-        arrive: Callable[..., None],
+        add_arriving: Callable[..., None],
     ) -> None:
         """Add what other ranks sent to what enters, in a pack to one row."""
         if rows:
@@ -155,7 +155,7 @@ class Exchange:
             entering += arriving
         else:
             arriving = entering.copy_(state)
-        arrive(entering=arriving)
+        add_arriving(entering=arriving)
 
     def compose_all(
         self,

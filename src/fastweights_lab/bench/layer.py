@@ -29,7 +29,7 @@ CALLS = 10  # that a profile is the mean of
 PARTS = {
     "convolution": r"convolution_",
     "output norm": r"norm_(fwd|bwd)_kernel",
-    "recurrence": r"(intra|scan|gate|compose|arrive)_",
+    "recurrence": r"(intra|scan|gate|compose|add_arriving)_",
     "projections": r".*(nvjet|gemm|cutlass|cublas)",
     "rest": r"",
 }

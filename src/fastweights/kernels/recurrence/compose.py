@@ -108,9 +108,9 @@ def compose_kernel(passing, call, META: tl.constexpr):
     gradient of the state that passes it, then that gradient. At a sequence's
     edges stand the states [N, HV, K, V] that enter a call and those that leave
     it; where an end is no border, neither is its edge. A program starts at the
-    border of a sequence's first segment. On ranks products gets the
-    products of maps, from the first that is composed up to each, for
-    arrive_kernel; the columns of the identity have programs of their own.
+    border of a sequence's first segment. On ranks products gets the products
+    of maps, from the first that is composed up to each, which
+    add_arriving_kernel takes; their columns have programs of their own.
     """
     HV: tl.constexpr = META.HV
     K: tl.constexpr = META.K
@@ -185,11 +185,13 @@ def compose_kernel(passing, call, META: tl.constexpr):
 
 
 @triton.jit
-def arrive_kernel(passing, call, META: tl.constexpr):
-    """Add to all composed states what becomes there of one from a rank.
+def add_arriving_kernel(passing, call, META: tl.constexpr):
+    """Add a state from the rank before to every state composed without it.
 
-    passing is compose_kernel's, but ``entering`` is the state that arrived.
-    Each composed state has a program per value tile.
+    That of a border gains P S, where S is the state that has arrived, in the
+    place of ``entering``, and P the product of the maps up to that border,
+    which compose_kernel has left in products. BACK: S is a gradient, from the
+    rank after. Each composed state has a program per value tile.
     """
     HV: tl.constexpr = META.HV
     K: tl.constexpr = META.K

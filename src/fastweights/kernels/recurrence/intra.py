@@ -16,22 +16,23 @@ def add_scores(
     dtype: tl.constexpr,
     META: tl.constexpr,
 ):
-    """Add (q b_r) (k b_c)^T where m_A to b_Aqk; (e b_r) (k b_c)^T to b_Aek.
+    """Add a tile's part of the scores in m_A: to b_Aqk, and to b_Aek.
 
-    keys are one tile of q, k and e, [BT, BK]; e is the key that reads, erase,
-    or without it k. Only the delta rule has Aek. Factors b_r and b_c are
-    [BT, BK], the two sums [BT, BT].
+    That is (q b_row) (k b_col)^T and (e b_row) (k b_col)^T, where keys are one
+    tile of q, k and e, [BT, BK]; e is the key that reads, erase, or without it
+    k. Only the delta rule has Aek. Factors b_row and b_col are [BT, BK], the
+    two sums [BT, BT].
     """
     PRECISION: tl.constexpr = META.PRECISION
     b_Aqk, b_Aek = sums
     b_q, b_k, b_e = keys
-    b_r, b_c = factors
-    b_kT = tl.trans((b_k * b_c).to(dtype))  # [BK, BT]
-    b_qr = (b_q * b_r).to(dtype)  # [BT, BK]
+    b_row, b_col = factors
+    b_kT = tl.trans((b_k * b_col).to(dtype))  # [BK, BT]
+    b_qr = (b_q * b_row).to(dtype)  # [BT, BK]
     b_A = tl.dot(b_qr, b_kT, input_precision=PRECISION)
     b_Aqk += tl.where(m_A, b_A, 0.0)  # [BT, BT]
     if META.DELTA:
-        b_er = (b_e * b_r).to(dtype)  # [BT, BK]
+        b_er = (b_e * b_row).to(dtype)  # [BT, BK]
         b_A = tl.dot(b_er, b_kT, input_precision=PRECISION)
         b_Aek += tl.where(m_A, b_A, 0.0)  # [BT, BT]
     return b_Aqk, b_Aek
@@ -50,8 +51,8 @@ def add_scores_by_level(sums, keys, b_high, b_low, mark, META: tl.constexpr):
     dtype: tl.constexpr = b_k.dtype
     EXACT: tl.constexpr = dtype == tl.float32
     FOLDED: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype
-    b_r, b_c, m_A, first = gates.folded_factors(b_high, b_low, mark, dtype)
-    sums = add_scores(sums, keys, (b_r, b_c), m_A, FOLDED, META)
+    b_row, b_col, m_A, first = gates.folded_factors(b_high, b_low, mark, dtype)
+    sums = add_scores(sums, keys, (b_row, b_col), m_A, FOLDED, META)
     for level in range(first, gates.num_levels(BT) + 1):
         b_D, m_second = gates.to_middle(b_high, b_low, level, EXACT)
         b_d = tl.exp2(b_D)
@@ -180,14 +181,14 @@ def intra_fwd_kernel(
             b_k_out = (b_k * tl.exp2(b_G - b_outer)).to(dtype)  # [BT, BK]
             tile.store_rows(qk.k_out, b_k_out, rows, i_k, HV_KEYS)
             b_G = gates.sum_gates(o_t >= 0, b_high, b_low, EXACT)
-            b_r = tl.exp2(b_G - b_outer)
-            b_q_in = (b_q * b_r).to(dtype)  # [BT, BK]
+            b_row = tl.exp2(b_G - b_outer)
+            b_q_in = (b_q * b_row).to(dtype)  # [BT, BK]
             tile.store_rows(qk.q_in, b_q_in, rows, i_k, HV_KEYS)
             b_kT = tl.trans(b_k_out)  # [BK, BT]
             if not AGAIN:
                 b_Aqk = tl.dot(b_q_in, b_kT, b_Aqk, input_precision=PRECISION)
             if DELTA:
-                b_k_in = (b_e * b_r).to(dtype)  # [BT, BK]
+                b_k_in = (b_e * b_row).to(dtype)  # [BT, BK]
                 tile.store_rows(qk.k_in, b_k_in, rows, i_k, HV_KEYS)
                 if not AGAIN:
                     b_Aek = tl.dot(

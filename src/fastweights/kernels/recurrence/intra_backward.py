@@ -195,11 +195,11 @@ def intra_bwd_kernel(
         b_qT = tl.trans(b_q)  # [BK, BT]
         b_dkT = tl.dot(b_qT, b_dAqk, input_precision=PRECISION)  # [BK, BT]
         if DELTA:
-            b_kr = b_k
+            b_k_in = b_k
             if PER_CHANNEL or ERASE:
-                b_kr = tile.load_rows(qk.k_in, rows, i_k, HV_KEYS)
-            b_krT = tl.trans(b_kr)  # [BK, BT]
-            b_dkT = tl.dot(b_krT, b_dAek, b_dkT, input_precision=PRECISION)
+                b_k_in = tile.load_rows(qk.k_in, rows, i_k, HV_KEYS)
+            b_k_inT = tl.trans(b_k_in)  # [BK, BT]
+            b_dkT = tl.dot(b_k_inT, b_dAek, b_dkT, input_precision=PRECISION)
             b_de *= -b_decay if GATED else -1.0
             b_de = tl.dot(b_dAek, b_k, b_de, input_precision=PRECISION)
         b_dq_hv = tl.dot(b_dAqk, b_k, b_dq_hv, input_precision=PRECISION)
@@ -207,10 +207,10 @@ def intra_bwd_kernel(
             b_pairs = b_q * b_dq_hv  # [BT, BK]
             b_dq_hv += b_diag * b_k
         if DELTA and PER_CHANNEL:
-            b_pairs += b_kr * b_de
+            b_pairs += b_k_in * b_de
         b_dk_scores = tl.trans(b_dkT)  # [BT, BK]
         if DELTA and ERASE and PER_HEAD:
-            b_pairs += b_kr * b_de
+            b_pairs += b_k_in * b_de
         if PER_HEAD and DELTA and not ERASE:
             b_pairs += b_k * (b_de - b_dk_scores)
         elif GATED:
@@ -296,30 +296,30 @@ def add_grads(
     """
     b_dq_hv, b_dk_hv, b_de, b_pairs = sums
     b_dAqk, b_dAek = dscores
-    b_r, b_c = factors
+    b_row, b_col = factors
     PRECISION: tl.constexpr = META.PRECISION
     b_q, b_k, b_e = keys
-    b_kc = (b_k * b_c).to(dtype)  # [BT, BK]
-    b_qr = (b_q * b_r).to(dtype)  # [BT, BK]
+    b_kc = (b_k * b_col).to(dtype)  # [BT, BK]
+    b_qr = (b_q * b_row).to(dtype)  # [BT, BK]
     b_A = tl.where(m_A, b_dAqk, 0.0).to(dtype)
     b_dqr = tile.dot(b_A, b_kc, None, PRECISION, True)  # [BT, BK]
-    b_dq_hv += b_r * b_dqr
+    b_dq_hv += b_row * b_dqr
     b_pairs += b_qr * b_dqr
     b_qT = tl.trans(b_qr)  # [BK, BT]
     b_dkc = tile.dot(b_qT, b_A, None, PRECISION, True)  # [BK, BT]
     if META.DELTA:
-        b_er = (b_e * b_r).to(dtype)  # [BT, BK]
+        b_er = (b_e * b_row).to(dtype)  # [BT, BK]
         b_A = tl.where(m_A, b_dAek, 0.0).to(dtype)
         b_der = tile.dot(b_A, b_kc, None, PRECISION, True)  # [BT, BK]
         if META.ERASE:
-            b_de += b_r * b_der
+            b_de += b_row * b_der
         else:
-            b_dk_hv += b_r * b_der
+            b_dk_hv += b_row * b_der
         b_pairs += b_er * b_der
         b_eT = tl.trans(b_er)  # [BK, BT]
         b_dkc = tl.dot(b_eT, b_A, b_dkc, input_precision=PRECISION)
     b_dkc = tl.trans(tile.by_columns(b_dkc, True))  # [BT, BK]
-    b_dk_hv += b_c * b_dkc
+    b_dk_hv += b_col * b_dkc
     b_pairs -= b_kc * b_dkc
     return b_dq_hv, b_dk_hv, b_de, b_pairs
 
@@ -412,12 +412,13 @@ def intra_bwd_unfactorable_kernel(
             b_dk_hv += b_de
         b_dAqk = tl.where(o_t > 0, b_dAqk, 0.0).to(dtype)  # [BT, BT]
         b_dAek = tl.where(o_t > 0, b_dAek, 0.0).to(dtype)  # [BT, BT]
-        b_r, b_c, m_A, first = gates.folded_factors(
+        b_row, b_col, m_A, first = gates.folded_factors(
             b_high, b_low, mark, dtype, True
         )
         sums, dscores = (b_dq_hv, b_dk_hv, b_de, b_pairs), (b_dAqk, b_dAek)
         keys = b_q, b_k, b_e
-        sums = add_grads(sums, dscores, keys, (b_r, b_c), m_A, FOLDED, META)
+        factors = b_row, b_col
+        sums = add_grads(sums, dscores, keys, factors, m_A, FOLDED, META)
         for level in range(first, LEVELS + 1):
             b_D, m_second = gates.to_middle(b_high, b_low, level, EXACT, True)
             b_d = tl.exp2(b_D)

@@ -59,12 +59,12 @@ def rest_of_inverse(b_A, b_beta, PRECISION: tl.constexpr):
     NB: tl.constexpr = BT // 16
     o_b = tl.arange(0, NB)
     m_diagonal = o_b[:, None, None, None] == o_b[None, None, :, None]
-    b_D = tl.where(m_diagonal, tl.reshape(b_A, [NB, 16, NB, 16]), 0.0)
-    b_D = tl.sum(b_D, axis=2)  # [NB, 16, 16]
+    b_blocks = tl.where(m_diagonal, tl.reshape(b_A, [NB, 16, NB, 16]), 0.0)
+    b_blocks = tl.sum(b_blocks, axis=2)  # [NB, 16, 16]
     b_b = tl.reshape(b_beta, [NB, 16])[:, :, None]
-    b_R = -tl.where(joint_mask(0, 16)[None], b_D, 0.0)
+    b_R = -tl.where(joint_mask(0, 16)[None], b_blocks, 0.0)
     for level in tl.static_range(1, 4):
-        b_R = join(b_R, b_D, b_b, joint_mask(level, 16)[None], PRECISION)
+        b_R = join(b_R, b_blocks, b_b, joint_mask(level, 16)[None], PRECISION)
     b_R = tl.where(m_diagonal, b_R[:, :, None, :], 0.0)
     b_R = tl.reshape(b_R, [BT, BT])
     for level in tl.static_range(4, 6):

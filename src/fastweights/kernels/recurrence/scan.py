@@ -25,7 +25,7 @@ from fastweights.kernels.recurrence.segments import (
 )
 
 # Which program it is: of segment or border i_x, and forward whether of M.
-Program = namedtuple("Program", "i_x i_hv i_v is_map")
+Program = namedtuple("Program", "i_x i_hv i_v is_M")
 # A program's chunks, first up to stop, of a segment that begins with chunk
 # segment_first, and of sequence i_n, with tokens start to end.
 Chunks = namedtuple(
@@ -89,7 +89,7 @@ def chunks_of(
     reaches_all of them.
     """
     BT: tl.constexpr = META.BT
-    i_x, i_hv, _, is_map = program
+    i_x, i_hv, _, is_M = program
     reaches_all = True
     if MAP:
         i_n, start, end, segment_first = segment_before(i_x, call, META)
@@ -101,7 +101,7 @@ def chunks_of(
     if initial_state is not None:
         enters = segment_first >= 0
     if MAP:
-        enters |= (stop < NT) & (is_map == 0)
+        enters |= (stop < NT) & (is_M == 0)
     is_composed = enters & is_whole(start, end, segment_first, call, META)
     if MAP:
         stop = tl.where(is_composed, stop, segment_first)
@@ -112,7 +112,7 @@ def chunks_of(
             map_bound, i_slot + first, i_hv, first, stop, False, META
         )
         reaches_all = reached == stop - first
-        if is_map & (reaches_all == 0):
+        if is_M & (reaches_all == 0):
             reached = 0
         first = stop - reached
     return Chunks(
@@ -140,11 +140,11 @@ def load_entering_state(
     """
     BK: tl.constexpr = META.BK
     BV: tl.constexpr = META.BV
-    _, i_hv, i_v, is_map = program
+    _, i_hv, i_v, is_M = program
     b_S = tl.zeros([BK, BV], dtype=tl.float32)
     if MAP:
         if META.DELTA:
-            if is_map:  # and no values
+            if is_M:  # and no values
                 i_j = tl.where(chunks.reaches_all, i_v - META.NV, -1)  # else 0
                 b_S = unit_columns(i_j, BK, BV)
     elif states.initial_state is not None:
@@ -182,7 +182,7 @@ def store_leaving_state(
     """
     K: tl.constexpr = META.K
     HV: tl.constexpr = META.HV
-    i_x, i_hv, i_v, is_map = program
+    i_x, i_hv, i_v, is_M = program
     NT = tl.cdiv(chunks.end - chunks.start, META.BT).to(tl.int32)
     if MAP:
         i_b = i_x * HV + i_hv
@@ -190,12 +190,12 @@ def store_leaving_state(
         p_S, i_S = border_state_at(
             state, states.border_states, is_last, chunks.i_n, i_x, i_hv, HV
         )
-        has_state = chunks.is_composed & (is_map == 0)
+        has_state = chunks.is_composed & (is_M == 0)
         tile.store_state(p_S, b_S, i_S, i_v, has_state, META)
         if META.DELTA:
             # A program of B stores no rows.
             row = i_b.to(tl.int64) * K
-            rows = (row, row + tl.where(chunks.is_composed & is_map, K, 0), 0)
+            rows = (row, row + tl.where(chunks.is_composed & is_M, K, 0), 0)
             MAPS: tl.constexpr = META.map_tiles
             tile.store_rows(states.maps, b_S, rows, i_v - META.NV, MAPS)
         elif META.GATED:
@@ -259,8 +259,8 @@ def scan_fwd_kernel(
     i_hv, i_x = i_x % HV, i_x // HV
     i_h = i_hv // (HV // META.H)
     i_read = i_hv if ERASE else i_h
-    is_map = i_v >= NV  # a program of M
-    program = Program(i_x, i_hv, i_v, is_map)
+    is_M = i_v >= NV  # a program of M
+    program = Program(i_x, i_hv, i_v, is_M)
     chunks = chunks_of(
         program, states.initial_state, decays.map_bound, call, MAP, META
     )
@@ -284,7 +284,7 @@ def scan_fwd_kernel(
         rows = (chunks.start + c, chunks.end, i_hv)
         c_v = c
         if MAP:  # programs of M read v past the end: zeros
-            c_v = tl.where(is_map, (chunks.end - chunks.start).to(tl.int32), c)
+            c_v = tl.where(is_M, (chunks.end - chunks.start).to(tl.int32), c)
         i_ch = (chunks.i_slot + i_t) * HV + i_hv
         if PER_CHANNEL:
             if KEEPS:

@@ -215,10 +215,10 @@ class Schedule:
     share one, ``scratch``, that is freed after the last launch.
 
     On ranks ``exchange_launches`` are those from compose_kernel's up to
-    arrive_kernel's. A call does not run these: it hands a function that asks
-    the other ranks compose_kernel's tensors (stages.StatePassing), and three
-    functions, which run compose_kernel, the launches after it, and
-    arrive_kernel. The first and the last take other tensors by name.
+    add_arriving_kernel's. A call does not run these: it hands a function that
+    asks the other ranks compose_kernel's tensors (stages.StatePassing),
+    and three functions, which run compose_kernel, the launches after it, and
+    add_arriving_kernel. The first and the last take other tensors by name.
     """
 
     launches: Sequence[Launch]
@@ -346,7 +346,7 @@ class Schedule:
         """Launch all but ``exchange_launches``, and have these exchanged."""
         asked = self.exchange_launches
         assert asked is not None
-        compose, arrive = asked.start, asked.stop
+        compose, arriving = asked.start, asked.stop
         passing = self.launches[compose].arguments[0]
 
         def run_with(n: int, **tensors: Tensor) -> None:
@@ -362,10 +362,10 @@ class Schedule:
         exchange(
             regroup(passing, [x and tensor_of[x.name] for x in passing]),
             functools.partial(run_with, compose),
-            functools.partial(launch, runs[compose + 1 : arrive], values),
-            functools.partial(run_with, arrive),
+            functools.partial(launch, runs[compose + 1 : arriving], values),
+            functools.partial(run_with, arriving),
         )
-        launch(runs[arrive + 1 :], values)
+        launch(runs[arriving + 1 :], values)
 
 
 def launch_all(runs: list, values: list[Any]) -> None:

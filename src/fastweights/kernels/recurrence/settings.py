@@ -263,7 +263,12 @@ SCAN_STAGES = (
     "scan",
     "scan_backward",
 )
-COMPOSE_STAGES = ("compose", "compose_backward", "arrive", "arrive_backward")
+COMPOSE_STAGES = (
+    "compose",
+    "compose_backward",
+    "add_arriving",
+    "add_arriving_backward",
+)
 OPTIONS: dict[str, Callable[[str, CallKind], dict[str, int]]] = {
     **dict.fromkeys(INTRA_STAGES, intra_options),
     **dict.fromkeys(SCAN_STAGES, scan_options),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fastweights.kernels.recurrence.compose import (
-    arrive_kernel,
+    add_arriving_kernel,
     compose_kernel,
 )
 from fastweights.kernels.recurrence.intra import (
@@ -233,10 +233,10 @@ class ScheduleBuilder:
         programs = CallNumber("borders", kind.HV * tiles)
         self.add(stage, compose_kernel, programs, passing)
 
-    def add_arrive(self, stage: str, passing: StatePassing) -> None:
-        """arrive_kernel, which needs none of the maps themselves."""
+    def add_arriving(self, stage: str, passing: StatePassing) -> None:
+        """add_arriving_kernel, which needs none of the maps themselves."""
         states = passing._replace(maps=None)
-        self.add_tiles(stage, arrive_kernel, "borders", states)
+        self.add_tiles(stage, add_arriving_kernel, "borders", states)
 
     def schedule(self, *results: TensorSpec | None) -> Schedule:
         """The schedule; a pack's results are 0 at tokens of no sequence."""
@@ -252,7 +252,7 @@ class ScheduleBuilder:
         exchange = None
         if self.kind.on_ranks:
             kernels = [launch.kernel for launch in self.launches]
-            ends = compose_kernel, arrive_kernel
+            ends = compose_kernel, add_arriving_kernel
             exchange = slice(*map(kernels.index, ends))
         saved = self.specs.saved
         return Schedule(
@@ -292,7 +292,7 @@ def forward_schedule(
         passing = StatePassing(*ends, x.maps, x.products)
         builder.add_compose("compose", passing)
         if kind.on_ranks:
-            builder.add_arrive("arrive", passing)
+            builder.add_arriving("add_arriving", passing)
     border_states = x.border_states if segmented else None
     states = States(x.initial_state, border_states, None)
     outputs = Outputs(o=x.o, state=x.state)
@@ -335,7 +335,7 @@ def backward_schedule(
     groups = x.qk, x.v, x.decays, Scores(R=x.R), states, outputs
     builder.add_tiles("chunk_states", scan_fwd_kernel, "segments", *groups)
     if kind.on_ranks:
-        builder.add_arrive("arrive_backward", passing)
+        builder.add_arriving("add_arriving_backward", passing)
     u, dbeta_of_tiles, dbeta_of_rows = None, None, x.dbeta
     if sums_dbeta_by_tiles(kind):
         u, dbeta_of_tiles, dbeta_of_rows = x.u, x.dbeta, None
