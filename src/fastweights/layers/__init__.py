@@ -28,8 +28,9 @@ from fastweights.layers.common.convolution import (
     HeadsConvolution,
     ShortConvolution,
 )
-from fastweights.layers.common.gates import Decay, OutputNorm
+from fastweights.layers.common.gates import Decay
 from fastweights.layers.common.layer import Layer, parameter_groups
+from fastweights.layers.common.output_norm import OutputNorm
 from fastweights.layers.common.state import LayerState
 from fastweights.layers.deltanet import DeltaNet
 from fastweights.layers.gated_deltanet import GatedDeltaNet

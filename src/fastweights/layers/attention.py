@@ -18,9 +18,9 @@ from fastweights.layers.common.fused_step import (
     norm_and_project,
     project_and_add,
 )
-from fastweights.layers.common.gates import FactoryOptions, OutputNorm
-from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
 from fastweights.layers.common.layer_arguments import check_input, head_size
+from fastweights.layers.common.output_norm import OutputNorm
 from fastweights.layers.common.rotary import rotary
 from fastweights.layers.common.state import (
     LayerState,

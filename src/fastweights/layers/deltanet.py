@@ -11,17 +11,14 @@ from torch import Tensor, nn
 
 from fastweights.heads import l2norm
 from fastweights.layers.common.convolution import HeadsConvolution
-from fastweights.layers.common.gates import (
-    FactoryOptions,
-    OutputNorm,
-    write_strength,
-)
-from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.gates import write_strength
+from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     check_one_of,
     head_size,
     scaled_size,
 )
+from fastweights.layers.common.output_norm import OutputNorm
 from fastweights.layers.common.state import LayerState, Offsets, run_recurrence
 
 Heads = Float[Tensor, "B T H K"]

@@ -7,18 +7,14 @@ from torch import nn
 
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.fused_step import fused_layer_step
-from fastweights.layers.common.gates import (
-    Decay,
-    FactoryOptions,
-    OutputNorm,
-    write_strength,
-)
-from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.gates import Decay, write_strength
+from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     head_size,
     num_value_heads,
     scaled_size,
 )
+from fastweights.layers.common.output_norm import OutputNorm
 from fastweights.layers.common.state import LayerState, Offsets, run_recurrence
 
 

@@ -8,13 +8,10 @@ from torch import nn
 
 from fastweights.dtypes import upcast
 from fastweights.layers.common.convolution import HeadsConvolution
-from fastweights.layers.common.gates import (
-    FactoryOptions,
-    OutputNorm,
-    low_rank,
-)
-from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.gates import low_rank
+from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
 from fastweights.layers.common.layer_arguments import scaled_size
+from fastweights.layers.common.output_norm import OutputNorm
 from fastweights.layers.common.state import LayerState, Offsets, run_recurrence
 
 

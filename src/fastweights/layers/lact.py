@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from fastweights.deep import lact
 from fastweights.dtypes import upcast
-from fastweights.layers.common.gates import FactoryOptions, OutputNorm
-from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     check_even,
     head_size,
     scaled_size,
 )
+from fastweights.layers.common.output_norm import OutputNorm
 from fastweights.layers.common.rotary import rotary
 from fastweights.layers.common.state import (
     LayerState,

@@ -9,19 +9,14 @@ from torch import Tensor, nn
 
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.fused_step import fused_layer_step
-from fastweights.layers.common.gates import (
-    Decay,
-    FactoryOptions,
-    OutputNorm,
-    low_rank,
-    write_strength,
-)
-from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.gates import Decay, low_rank, write_strength
+from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     check_one_of,
     head_size,
     scaled_size,
 )
+from fastweights.layers.common.output_norm import OutputNorm
 from fastweights.layers.common.state import LayerState, Offsets, run_recurrence
 
 Rule = Literal["additive", "delta"]

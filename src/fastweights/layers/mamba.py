@@ -10,8 +10,8 @@ from torch import nn
 
 from fastweights.dtypes import upcast
 from fastweights.layers.common.convolution import ShortConvolution
-from fastweights.layers.common.gates import FactoryOptions, draw_dt_bias_
-from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.gates import draw_dt_bias_
+from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
 from fastweights.layers.common.layer_arguments import check_range, scaled_size
 from fastweights.layers.common.state import LayerState, Offsets, state_to_step
 from fastweights.ops.selective import MAX_N, selective_scan, selective_step

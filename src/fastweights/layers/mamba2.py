@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from fastweights.dtypes import upcast
 from fastweights.layers.common.convolution import HeadsConvolution
-from fastweights.layers.common.gates import Decay, FactoryOptions, OutputNorm
-from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.gates import Decay
+from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
 from fastweights.layers.common.layer_arguments import scaled_size, whole_number
+from fastweights.layers.common.output_norm import OutputNorm
 from fastweights.layers.common.state import LayerState, Offsets, run_recurrence
 
 Steps = Float[Tensor, "B T H"]

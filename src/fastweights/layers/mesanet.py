@@ -12,9 +12,9 @@ from fastweights.deep import mesa
 from fastweights.dtypes import upcast
 from fastweights.heads import l2norm
 from fastweights.layers.common.convolution import ShortConvolution
-from fastweights.layers.common.gates import FactoryOptions, OutputNorm
-from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
 from fastweights.layers.common.layer_arguments import head_size
+from fastweights.layers.common.output_norm import OutputNorm
 from fastweights.layers.common.state import LayerState, Offsets
 
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from fastweights.dtypes import upcast
 from fastweights.heads import split_heads
-from fastweights.layers.common.gates import FactoryOptions, OutputNorm
-from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
 from fastweights.layers.common.layer_arguments import scaled_size
+from fastweights.layers.common.output_norm import OutputNorm
 from fastweights.layers.common.state import LayerState, Offsets, state_to_step
 from fastweights.ops.mlstm import mlstm, mlstm_step
 

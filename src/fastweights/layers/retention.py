@@ -8,13 +8,13 @@ from torch import nn
 
 from fastweights.dtypes import compute_dtype
 from fastweights.heads import split_heads
-from fastweights.layers.common.gates import FactoryOptions, OutputNorm
-from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
 from fastweights.layers.common.layer_arguments import (
     check_even,
     head_size,
     scaled_size,
 )
+from fastweights.layers.common.output_norm import OutputNorm
 from fastweights.layers.common.rotary import rotary
 from fastweights.layers.common.state import (
     LayerState,

@@ -13,9 +13,14 @@ from fastweights.deep import titans
 from fastweights.deep.dual_form import Layers, Norm
 from fastweights.dtypes import upcast
 from fastweights.layers.common.convolution import HeadsConvolution
-from fastweights.layers.common.gates import FactoryOptions, OutputNorm
-from fastweights.layers.common.layer import CheckedModule, Layer, Tokens
+from fastweights.layers.common.layer import (
+    CheckedModule,
+    FactoryOptions,
+    Layer,
+    Tokens,
+)
 from fastweights.layers.common.layer_arguments import head_size, scaled_size
+from fastweights.layers.common.output_norm import OutputNorm
 from fastweights.layers.common.plain_modules import is_untouched, source_of
 from fastweights.layers.common.state import LayerState, Offsets
 from fastweights.layers.common.unpacked_rows import UnpackedRows

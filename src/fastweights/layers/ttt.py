@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from fastweights.deep import ttt
 from fastweights.dtypes import upcast
 from fastweights.heads import split_heads
-from fastweights.layers.common.gates import FactoryOptions
-from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
 from fastweights.layers.common.layer_arguments import check_even, head_size
 from fastweights.layers.common.rotary import rotary
 from fastweights.layers.common.state import (

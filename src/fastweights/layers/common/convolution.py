@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from fastweights.dtypes import cast_for_autocast
 from fastweights.heads import l2norm, split_heads
-from fastweights.layers.common.gates import FactoryOptions
-from fastweights.layers.common.layer import CheckedModule
+from fastweights.layers.common.layer import CheckedModule, FactoryOptions
 from fastweights.layers.common.layer_arguments import check_one_of
 from fastweights.layers.common.plain_modules import is_plain, source_of
 from fastweights.layers.common.state import LayerState, Offsets

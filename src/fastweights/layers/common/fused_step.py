@@ -28,9 +28,10 @@ from fastweights.layers.common.convolution import (
     PLAIN_CONVOLUTION,
     PLAIN_HEADS,
 )
-from fastweights.layers.common.gates import PLAIN_DECAY, PLAIN_OUTPUT_NORM
+from fastweights.layers.common.gates import PLAIN_DECAY
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import check_input
+from fastweights.layers.common.output_norm import PLAIN_OUTPUT_NORM
 from fastweights.layers.common.plain_modules import (
     PLAIN_LINEAR,
     is_untouched,

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from fastweights.dtypes import upcast
 from fastweights.heads import l2norm
 from fastweights.layers.common.convolution import HeadsConvolution
-from fastweights.layers.common.gates import Decay, OutputNorm, write_strength
+from fastweights.layers.common.gates import Decay, write_strength
 from fastweights.layers.common.layer import Tokens
+from fastweights.layers.common.output_norm import OutputNorm
 from fastweights.layers.common.state import LayerState
 from fastweights.ops.common.rows import write_rows
 from fastweights.torch_backend.decode import advance, widen

@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable
 from types import NoneType, UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypedDict, get_args, get_type_hints
 
 import torch
 from jaxtyping import Float
@@ -78,6 +78,13 @@ ARGUMENT_ALIASES = {
 RANGES_BY_NAME = {"eps": ">= 0", "norm_eps": ">= 0", "lower_bound": "< 0"}
 RANGES_BY_NAME |= {"correction": "any"}
 """What numbers by these names have to be; all others are above 0."""
+
+
+class FactoryOptions(TypedDict):
+    """The device and the dtype that a module's parameters are made in."""
+
+    device: torch.device | None
+    dtype: torch.dtype | None
 
 
 class CheckedModule(nn.Module):
