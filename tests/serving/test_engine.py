@@ -60,7 +60,7 @@ def state_after(m, drawn, *, company, invariant):
         e.add(prompt, 3 + i, **WAYS[i % len(WAYS)])
     while request.num_drawn < drawn:
         e.step()
-    return e.pool.keep(request.row)
+    return e.pool.snapshot(request.row)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -46,7 +46,7 @@ def test_prefixes_are_bounded_and_the_least_used_goes():
     run(e)
     assert len(e.prefix_cache) == e.prefix_cache.nbytes == 0
     e = engine(prefix_bytes=10**6)
-    one = e.pool.keep(e.pool.acquire())
+    one = e.pool.snapshot(e.pool.acquire())
     first, second, third = (PrefixHasher().key([n], 1) for n in range(3))
     size = len(first.digest) + sum(state.nbytes for state in one)
     few = PrefixCache(2 * size)

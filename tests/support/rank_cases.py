@@ -209,12 +209,12 @@ def computed_again(rank, name, spread):
 
 
 def own_states(rank, name, spread):
-    """states=False: of a pack those of the sequences that end here."""
+    """Not shared: of a pack those of the sequences that end here."""
     tokens, shared = inputs(name, spread)
     offsets = {"cu_seqlens": spread.offsets}
     _, want = getattr(fw, name)(**tokens, **shared, **offsets)
     own = {n: spread.cut(x, rank) for n, x in tokens.items()}
-    with spread.context(states=False):
+    with spread.context(share_final_states=False):
         _, state = getattr(fw, name)(**own, **shared, **offsets)
     start = sum(spread.tokens[:rank])
     end = start + spread.tokens[rank]

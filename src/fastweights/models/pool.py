@@ -132,17 +132,17 @@ class StatePool:
         self.tokens_read[row] = 0
         self.free[row] = None
 
-    def keep(self, row: int) -> list[LayerState]:
+    def snapshot(self, row: int) -> list[LayerState]:
         """Copy a row's states, with the keys and values of its tokens only."""
         (row,) = self._checked_rows("row", [row])
         return [state.clone() for state in self._row(row)]
 
-    def restore(self, row: int, kept: list[LayerState]) -> None:
-        """Copy kept states to a row, which may be another than theirs."""
+    def restore(self, row: int, snapshot: list[LayerState]) -> None:
+        """Copy a snapshot to a row, which may be another than its own."""
         (row,) = self._checked_rows("row", [row])
-        self.tokens_read[row] = kept[0].used
-        for state, kept_state in zip(self._row(row), kept, strict=True):
-            state.copy_(kept_state)
+        self.tokens_read[row] = snapshot[0].used
+        for state, copied in zip(self._row(row), snapshot, strict=True):
+            state.copy_(copied)
 
     def _row(self, row: int) -> list[LayerState]:
         """A row's states, in the memory of the pool."""
@@ -209,6 +209,11 @@ class StatePool:
         ]
         return self._counted(states, count_of, used + max(counts))
 
+    def count(self, rows: Iterable[int], tokens: Iterable[int]) -> None:
+        """Count tokens that rows have read outside of :meth:`reading`."""
+        for row, n in zip(rows, tokens, strict=True):
+            self.tokens_read[row] += n
+
     @contextmanager
     def _counted(
         self, states: list[LayerState], count_of: dict[int, int], most: int
@@ -219,8 +224,7 @@ class StatePool:
         read more than ``most``.
         """
         yield states
-        for row, n in count_of.items():
-            self.tokens_read[row] += n
+        self.count(count_of, count_of.values())
         if any(state.used > most for state in states):
             self._recount()
 

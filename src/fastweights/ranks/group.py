@@ -37,7 +37,7 @@ class Ranks:
     rank: int
     size: int
     tokens: tuple[int, ...] | None
-    states: bool
+    share_final_states: bool
 
     def counts(self, T: int) -> tuple[int, ...]:
         """How many tokens each rank has, where this one has T."""
@@ -104,7 +104,10 @@ def min_tokens() -> int:
 
 @contextmanager
 def context_parallel(
-    mesh: Any, tokens: Sequence[int] | None = None, *, states: bool = True
+    mesh: Any,
+    tokens: Sequence[int] | None = None,
+    *,
+    share_final_states: bool = True,
 ) -> Iterator[None]:
     """Operators and layers on sequences that are spread over ranks.
 
@@ -152,10 +155,11 @@ def context_parallel(
             their order.
         tokens: of each rank, where they have different numbers of them. None:
             all have as many as this one. Beyond that nobody compares them.
-        states: whether all ranks get a pack's final states, which then travel
-            in every call, N times K V numbers per head. Without it each rank
-            has those of the sequences whose last token it has, and zeros in
-            the rows of others. A batch's are on all ranks anyway.
+        share_final_states: whether all ranks get a pack's final states, which
+            then travel in every call, N times K V numbers per head. Without
+            it each rank has those of the sequences whose last token it has,
+            and zeros in the rows of others. A batch's are on all ranks
+            anyway.
 
     Raises:
         TypeError, ValueError: the mesh has more dimensions than one, or
@@ -184,8 +188,8 @@ def context_parallel(
                 f"tokens: got {list(tokens)}, need {size} numbers >= 0, one "
                 "for each rank, and one of them above 0"
             )
-    check_flags(states=states)
-    _contexts.append(Ranks(group, rank, size, tokens, states))
+    check_flags(share_final_states=share_final_states)
+    _contexts.append(Ranks(group, rank, size, tokens, share_final_states))
     try:
         yield
     finally:

@@ -91,7 +91,9 @@ class Shard(NamedTuple):
         if last is not None and not pack:
             return last.to(state.dtype)
         x = where_rows(self.ends, state, 0)
-        return x if pack and not self.ranks.states else self.ranks.sum(x)
+        if pack and not self.ranks.share_final_states:
+            return x
+        return self.ranks.sum(x)
 
 
 def where_rows(

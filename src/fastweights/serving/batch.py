@@ -73,18 +73,18 @@ class Batch:
             tokens += request.all_tokens[start : start + n]
             offsets.append(len(tokens))
         rows = [request.row for request, _ in pieces]
+        counts = [n for _, n in pieces]
         if self.records_prefills:
             T = next_power_of_2(max(len(tokens), MIN_RECORDED_PREFILL))
             N = min(next_power_of_2(len(rows)), self.pool.size)
             if (T, N) not in self.prefills:
                 self.prefills[T, N] = RecordedPrefill(self, T, N)
             self.prefills[T, N](tokens, offsets, rows)
-            for request, n in pieces:
-                self.pool.tokens_read[request.row] += n
+            self.pool.count(rows, counts)
             return
         packed = torch.tensor([tokens], device=self.pool.device)
         cu_seqlens = torch.tensor(offsets, device=self.pool.device)
-        with self.pool.reading(rows, [n for _, n in pieces]) as states:
+        with self.pool.reading(rows, counts) as states:
             self.model.hidden(packed, states, cu_seqlens)
 
     def enter(self, request: Request) -> None:
@@ -128,8 +128,8 @@ class Batch:
             recording(step, self.states)
         else:
             step(self.states)
+        self.pool.count([x.row for x in requests], [1] * len(requests))
         for request in requests:
-            self.pool.tokens_read[request.row] += 1
             request.num_drawn += 1
         return start_fetch(self.drawn_token)
 

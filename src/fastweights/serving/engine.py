@@ -226,7 +226,7 @@ class Engine:
             read = self.pool.tokens_read[request.row]
             if read % self.prefill_tokens == 0 or not request.unread:
                 key = request.hasher.key(request.all_tokens, read)
-                self.prefix_cache.add(key, self.pool.keep(request.row))
+                self.prefix_cache.add(key, self.pool.snapshot(request.row))
 
     def _start_steps(self, request: Request) -> None:
         """Let a request take part in steps, and queue its forks."""
@@ -235,9 +235,9 @@ class Engine:
         self.batch.enter(request)
         forks, request.forks = request.forks, []
         if forks := [fork for fork in forks if not fork.done]:
-            kept = self.pool.keep(request.row)
+            snapshot = self.pool.snapshot(request.row)
             for fork in reversed(forks):
-                fork.initial_states = kept
+                fork.initial_states = snapshot
                 self.waiting.appendleft(fork)
 
     def _step_running(self) -> RunningStep | None:

@@ -85,7 +85,7 @@ class Request:
         seeds = [as_seed(None if seed is None else seed + i) for i in range(n)]
         self.engine.collect()
         running = self in self.engine.running
-        kept = self.engine.pool.keep(self.row) if running else None
+        snapshot = self.engine.pool.snapshot(self.row) if running else None
         forks = [
             replace(
                 self,
@@ -93,7 +93,7 @@ class Request:
                 seed=seed,
                 finish_reason=None,
                 row=-1,
-                initial_states=kept,
+                initial_states=snapshot,
                 forks=[],
             )
             for seed in seeds

@@ -374,7 +374,9 @@ class Training:
         """Where the processes of a sequence work on it together."""
         if self.mesh is None or self.settings.sequence_parallel == 1:
             return nullcontext()
-        return context_parallel(self.mesh["sequence"], states=False)
+        return context_parallel(
+            self.mesh["sequence"], share_final_states=False
+        )
 
     def autocast(self) -> AbstractContextManager:
         """Where products are bf16, if they shall be."""
