@@ -26,8 +26,8 @@ from torch import Tensor
 
 from fastweights.deep.networks import gelu
 
-Layer = tuple[Tensor, Tensor]
-Layers = list[Layer]
+Affine = tuple[Tensor, Tensor]
+NetworkWeights = list[Affine]
 Norm = tuple[Tensor, Tensor]
 Rows = Float[Tensor, "B H C"]
 EPS = 1e-6
@@ -40,7 +40,7 @@ class Gradients(NamedTuple):
     errors: list[Tensor]
 
 
-def layer_outputs(layers: Layers, x: Tensor) -> list[Tensor]:
+def layer_outputs(layers: NetworkWeights, x: Tensor) -> list[Tensor]:
     """Every layer's output, before any activation."""
     outputs: list[Tensor] = []
     for W, b in layers:
@@ -77,7 +77,7 @@ def output_error(z: Tensor, target: Tensor, norm: Norm | None) -> Tensor:
 
 
 def gradients(
-    layers: Layers, k: Tensor, target: Tensor, norm: Norm | None = None
+    layers: NetworkWeights, k: Tensor, target: Tensor, norm: Norm | None = None
 ) -> Gradients:
     """The gradients of a chunk's tokens, all at the same weights."""
     outputs = layer_outputs(layers, k)
@@ -89,8 +89,8 @@ def gradients(
 
 def answer_queries(
     q: Tensor,
-    M: Layers,
-    S: Layers | None,
+    M: NetworkWeights,
+    S: NetworkWeights | None,
     grads: Gradients,
     keep: Rows | None,
     carry: Float[Tensor, "#B #H C"],
@@ -114,7 +114,7 @@ def answer_queries(
     return z
 
 
-def sum_gradients(grads: Gradients, share: Rows) -> Layers:
+def sum_gradients(grads: Gradients, share: Rows) -> NetworkWeights:
     """The sum of a chunk's gradients, each times its share."""
     sums = []
     for inputs, errors in zip(*grads, strict=True):
@@ -123,28 +123,32 @@ def sum_gradients(grads: Gradients, share: Rows) -> Layers:
     return sums
 
 
-def map_layers(function: Callable[..., Tensor], *layers: Layers) -> Layers:
+def map_layers(
+    function: Callable[..., Tensor], *layers: NetworkWeights
+) -> NetworkWeights:
     """Apply a function to the weights at the same place of each network."""
     pairs = (zip(*layer, strict=True) for layer in zip(*layers, strict=True))
     return [(function(*W), function(*b)) for W, b in pairs]
 
 
-def tensors_of(layers: Layers) -> list[Tensor]:
+def tensors_of(layers: NetworkWeights) -> list[Tensor]:
     """The weights and biases in one list."""
     return [x for layer in layers for x in layer]
 
 
-def as_layers(tensors: Sequence[Tensor]) -> Layers:
+def as_layers(tensors: Sequence[Tensor]) -> NetworkWeights:
     """Undo :func:`tensors_of`."""
     return list(zip(tensors[::2], tensors[1::2], strict=True))
 
 
-def flatten(layers: Layers) -> Float[Tensor, "B H P"]:
+def flatten(layers: NetworkWeights) -> Float[Tensor, "B H P"]:
     """All weights of a head as one row of numbers."""
     return torch.cat([x.flatten(2) for x in tensors_of(layers)], -1)
 
 
-def unflatten(x: Float[Tensor, "B H P"], like: Layers) -> Layers:
+def unflatten(
+    x: Float[Tensor, "B H P"], like: NetworkWeights
+) -> NetworkWeights:
     """Undo :func:`flatten`; ``like`` has weights [H, ...] of these shapes."""
     shapes = [w.shape[1:] for w in tensors_of(like)]
     parts = x.split([s.numel() for s in shapes], -1)

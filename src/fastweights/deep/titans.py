@@ -13,7 +13,7 @@ from fastweights.arguments import check_sizes
 from fastweights.deep.chunk_layout import ChunkLayout
 from fastweights.deep.chunk_loop import State, scan_chunks
 from fastweights.deep.dual_form import (
-    Layers,
+    NetworkWeights,
     Norm,
     answer_queries,
     as_layers,
@@ -71,7 +71,7 @@ def titans(
     rate: Float[Tensor, "B T H"],
     momentum: Float[Tensor, "B T H"],
     g: Float[Tensor, "B T H"],
-    start: Layers,
+    start: NetworkWeights,
     norm: Norm | None = None,
     *,
     chunk_size: int = 16,
@@ -170,8 +170,8 @@ def titans(
 
 
 def unpack_state(
-    state: Float[Tensor, "B H 3 P"], start: Layers
-) -> tuple[Layers, Layers, Layers]:
+    state: Float[Tensor, "B H 3 P"], start: NetworkWeights
+) -> tuple[NetworkWeights, NetworkWeights, NetworkWeights]:
     """The weights, S, and the weights with which the chunk began."""
     parts = state.to(start[0][0].dtype).unbind(2)
     since, S, began = (unflatten(x, start) for x in parts)
@@ -180,7 +180,10 @@ def unpack_state(
 
 
 def pack_state(
-    M: Layers, S: Layers, base: Layers, start: Layers
+    M: NetworkWeights,
+    S: NetworkWeights,
+    base: NetworkWeights,
+    start: NetworkWeights,
 ) -> Float[Tensor, "B H 3 P"]:
     """Inverse of :func:`unpack_state`."""
     since, began = (map_layers(torch.sub, x, start) for x in (M, base))
@@ -188,9 +191,9 @@ def pack_state(
 
 
 def chunk(
-    M: Layers,
-    S: Layers,
-    base: Layers,
+    M: NetworkWeights,
+    S: NetworkWeights,
+    base: NetworkWeights,
     q: Float[Tensor, "B H C K"],
     k: Float[Tensor, "B H C K"],
     v: Float[Tensor, "B H C V"],
@@ -199,7 +202,7 @@ def chunk(
     alpha: Float[Tensor, "B H C"],
     exists: Float[Tensor, "B H C"] | None = None,
     norm: Norm | None = None,
-) -> tuple[Layers, Layers, Float[Tensor, "B H C V"]]:
+) -> tuple[NetworkWeights, NetworkWeights, Float[Tensor, "B H C V"]]:
     """The weights and S after the last of some tokens, and what they read.
 
     Gradients are those of the weights ``base``. ``exists`` is 1 for a token
@@ -224,12 +227,12 @@ def chunk(
 
 
 def _whole_chunks(
-    M: Layers,
-    S: Layers,
+    M: NetworkWeights,
+    S: NetworkWeights,
     tokens: Sequence[Tensor],
     norm: Norm | None,
     chunk_size: int,
-) -> tuple[Layers, Layers, Float[Tensor, "B T H V"]]:
+) -> tuple[NetworkWeights, NetworkWeights, Float[Tensor, "B T H V"]]:
     """Complete chunks of q, k, v and of the three rates, [B, T, H, ...]."""
     number = 2 * len(M)
 

@@ -14,7 +14,7 @@ from fastweights.deep.chunk_layout import ChunkLayout
 from fastweights.deep.chunk_loop import State, scan_chunks
 from fastweights.deep.dual_form import (
     Gradients,
-    Layers,
+    NetworkWeights,
     Norm,
     answer_queries,
     as_layers,
@@ -46,7 +46,7 @@ def ttt(
     k: Float[Tensor, "B T H K"],
     v: Float[Tensor, "B T H K"],
     rate: Float[Tensor, "B T H"],
-    start: Layers,
+    start: NetworkWeights,
     norm: Norm,
     step_scale: Float[Tensor, " C"],
     *,
@@ -171,8 +171,8 @@ def _take_step(scale: Tensor, W: Tensor, G: Tensor) -> Tensor:
 
 
 def _read_chunk(
-    weights: Layers,
-    sums: Layers | None,
+    weights: NetworkWeights,
+    sums: NetworkWeights | None,
     q: Float[Tensor, "B H C K"],
     k: Float[Tensor, "B H C K"],
     v: Float[Tensor, "B H C K"],
@@ -190,8 +190,11 @@ def _read_chunk(
 
 
 def _whole_by_torch(
-    weights: Layers, tokens: Sequence[Tensor], norm: Norm, step_scale: Tensor
-) -> tuple[Layers, Float[Tensor, "B T H K"]]:
+    weights: NetworkWeights,
+    tokens: Sequence[Tensor],
+    norm: Norm,
+    step_scale: Tensor,
+) -> tuple[NetworkWeights, Float[Tensor, "B T H K"]]:
     """Complete mini-batches of q, k, v and rates, [B, T, H, ...]."""
 
     def step(state: State, *chunk: Tensor) -> tuple[State, Tensor]:
@@ -207,8 +210,11 @@ def _whole_by_torch(
 
 
 def _whole_by_kernel(
-    weights: Layers, tokens: Sequence[Tensor], norm: Norm, step_scale: Tensor
-) -> tuple[Layers, Float[Tensor, "B T H K"]]:
+    weights: NetworkWeights,
+    tokens: Sequence[Tensor],
+    norm: Norm,
+    step_scale: Tensor,
+) -> tuple[NetworkWeights, Float[Tensor, "B T H K"]]:
     """Complete mini-batches of one layer, by Triton."""
     *qkv, rate = tokens
     inputs = (*qkv, rate.to(step_scale.dtype), *weights[0], *norm, step_scale)

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fastweights.deep import titans
-from fastweights.deep.dual_form import Layers, Norm
+from fastweights.deep.dual_form import NetworkWeights, Norm
 from fastweights.dtypes import upcast
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.layer import (
@@ -53,7 +53,7 @@ class StartWeights(CheckedModule):
         self.norm_weight = nn.Parameter(torch.empty(size, **factory))
         self.norm_bias = nn.Parameter(torch.empty(size, **factory))
 
-    def forward(self) -> tuple[Layers, Norm]:
+    def forward(self) -> tuple[NetworkWeights, Norm]:
         """Weights and biases layer by layer, and the norm's.
 
         Copies, if others have touched the module: what has fetched the
