@@ -55,8 +55,8 @@ class Exchange:
         invariant: bool = False,
     ) -> None:
         self.ranks, self.maps, self.dstate = ranks, maps, dstate
-        self.invariant, own = invariant, ranks.tokens
-        self.T = q.shape[1] if own is None else own[ranks.rank]
+        self.invariant, counts = invariant, ranks.tokens
+        self.T = q.shape[1] if counts is None else counts[ranks.rank]
         self.shard: Shard | None = None
         if cu_seqlens is not None:
             self.shard = shard_of(ranks, q, self.T, cu_seqlens)

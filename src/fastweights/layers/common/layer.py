@@ -223,7 +223,7 @@ class Layer(CheckedModule):
     def row_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of a row of each field of its states.
 
-        Those of the first state that a call has made. Where none has, an
+        Those of the first state that a call has made. Where none has, a
         meta state tells, for which PyTorch loads its compiler.
         """
         make = getattr(self, "new_state", None)
