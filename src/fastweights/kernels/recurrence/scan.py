@@ -359,9 +359,7 @@ def scan_fwd_kernel(
                 b_scale = call.scale * tl.where(factorable, b_in, 1.0)
                 if factorable == 0:
                     if DELTA:  # no registers are left to load it ahead
-                        b_G = tl.load(
-                            tile.slot_row(decays.G, i_ch, BT)
-                        )  # [BT]
+                        b_G = tl.load(tile.slot_row(decays.G, i_ch, BT))
                     b_A *= gates.decay_matrix(b_G)
                     b_new = b_v_new.to(b_v.dtype)
             if not PER_CHANNEL:
