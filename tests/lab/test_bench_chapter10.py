@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import torch
 
+from fastweights.models import LanguageModel
 from fastweights_lab.bench import continuations, inside_calls
 from fastweights_lab.experiments import EXPERIMENTS, comparison
+from fastweights_lab.experiments.learned_gates import recurrence_inputs
 from fastweights_lab.program import main
 from fastweights_lab.tasks import Calls
 from fastweights_lab.text import corpus
@@ -64,7 +66,9 @@ def test_rows_of_a_model_of_calls(monkeypatch):
     )
     monkeypatch.setattr(inside_calls, "trials", lambda: [little])
     monkeypatch.setattr(inside_calls, "ROWS", 4)
-    rows = [*inside_calls.rows()]
+    *rows, as_it_is, _, silent = inside_calls.rows()
+    assert (as_it_is["unwritten"], silent["unwritten"]) == (0, 3)
+    assert {*as_it_is["accuracy"]} == {*Calls.kinds}
     assert [(row["layer"], row["head"]) for row in rows] == [
         (0, 0),
         (0, 1),
@@ -75,6 +79,28 @@ def test_rows_of_a_model_of_calls(monkeypatch):
         known = [x for x in row["cosine"] if not math.isnan(x)]
         assert len(row["cosine"]) == 26 and known
         assert max(map(abs, known)) <= 1
+
+
+def test_only_an_empty_line_and_what_follows_it_write_nothing():
+    (trial, *_), task = inside_calls.trials(), Calls(questions=2, calls=3)
+    torch.manual_seed(0)
+    model = LanguageModel(trial.model_config)
+    tokens = task.batch(1, seed=0).tokens
+    said = [
+        {place: x["beta"] for place, x in recurrence_inputs(model, tokens)}
+    ]
+    seen = []
+    hook = model.blocks[0].layer.b_proj.register_forward_hook
+    with inside_calls.unwritten(model, task, 3):
+        handle = hook(lambda *of: seen.append(of[-1].sigmoid()))
+        model.hidden(tokens, return_states=False)
+        handle.remove()
+    text = bytes(tokens[0].tolist()).decode()
+    ends = [x.end() - 1 for x in re.finditer("\n\n", text)]
+    silent = {i for end in ends for i in (end, end + 1, end + 2)}
+    for i in range(len(text)):
+        want = 0 * said[0][0][0, i] if i in silent else said[0][0][0, i]
+        assert (seen[0][0, i] == want).all()
 
 
 def test_a_letters_cosine_is_with_the_line_that_ends_its_call(monkeypatch):
