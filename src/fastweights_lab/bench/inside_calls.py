@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
+from fastweights.layers import LinearRecurrence
 from fastweights.models import LanguageModel
 from fastweights_lab import experiments
 from fastweights_lab.bench.timing import DEVICE, Row
@@ -132,8 +133,9 @@ def unwritten(model: LanguageModel, task: Calls, count: int) -> Iterator[None]:
         return logits.masked_fill(silent.to(logits.device)[:, None], -math.inf)
 
     hooks = [
-        block.layer.b_proj.register_forward_hook(silence)
-        for block in model.blocks
+        layer.b_proj.register_forward_hook(silence)
+        for layer in model.modules()
+        if isinstance(layer, LinearRecurrence) and layer.b_proj is not None
     ]
     try:
         yield

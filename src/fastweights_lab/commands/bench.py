@@ -13,7 +13,8 @@ trained     the operators on what trained models give them; --peer fla:
             beside its own
 gates       where in a text the heads of a trained model forget
 continued   what the four models of chapter 10's square write
-calls       names' keys and an empty line's, in chapter 10's third race
+calls       names' keys and an empty line's, in chapter 10's third race, and
+            its answers without some writes
 generate    a token of a language model, and the first one
 speculate   a token where drafts are looked up, on source code
 serve       requests that come and go, beside a full batch
