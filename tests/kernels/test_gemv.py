@@ -27,7 +27,7 @@ def tiles(monkeypatch):
 
     def wider(*sizes):
         tile, settings = options(*sizes)
-        parts = {"G": 2} if "G" in tile else {}
+        parts = {"PARTS": 2} if "PARTS" in tile else {}
         BK = 32 if tile["BM"] > 16 else 16
         return tile | parts | {"BN": 64, "BK": BK}, settings
 

@@ -89,7 +89,7 @@ def test_the_precision_of_products_is_the_one_of_the_call(where, values):
     for value in values:
         switch(where, value)
         inputs = Operands(*(x[n] for n in names))
-        kind, _ = kernels.kind_of(inputs, 16)
+        kind, _ = kernels.kind_of(inputs, OperatorOptions(scale=1.0))
         found.append(settings_of("scan", kind)[0].PRECISION)
         assert dot_precision(torch.bfloat16, 128) == "tf32"
         assert dot_precision(torch.float32, 129) == "tf32x3"
@@ -220,7 +220,7 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
 
     monkeypatch.setattr(TensorSpec, "empty", remembered)
     inputs = Operands(*map(x.get, names))
-    options = OperatorOptions(scale, C)
+    options = OperatorOptions(scale=scale, chunk_size=C)
     *_, saved = kernels.forward(inputs, options)
     kernels.backward(do, dstate, inputs, saved, options)
     for name, ref in (

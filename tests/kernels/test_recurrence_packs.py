@@ -100,7 +100,7 @@ def test_offsets_that_lie_reach_no_other_memory(
     names = ("q", "k", "v", "g", "beta", "erase", "initial_state")
     inputs = Operands(*map(x.get, names), guarded.like(offsets))
     monkeypatch.setattr(kernels, "check_offsets_on_host", lambda *_: None)
-    options = OperatorOptions(1.0, 16)
+    options = OperatorOptions(scale=1.0, chunk_size=16)
     o, state, saved = kernels.forward(inputs, options)
     do, dstate = guarded.like(torch.ones_like(o)), guarded.like(state)
     grads = kernels.backward(do, dstate, inputs, saved, options)

@@ -153,9 +153,10 @@ class RoundedChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
         ctx.inputs = Operands(*inputs)
+        ctx.options = OperatorOptions(scale=0.3)
         patch, dtype = pytest.MonkeyPatch.context, inputs[0].dtype
         with patch() as monkeypatch, RoundedProducts(dtype, monkeypatch):
-            found = torch_backend.forward(ctx.inputs, OperatorOptions(0.3))
+            found = torch_backend.forward(ctx.inputs, ctx.options)
             o, state, ctx.saved = found
         return o, state
 
@@ -164,7 +165,7 @@ class RoundedChunks(torch.autograd.Function):
         patch = pytest.MonkeyPatch.context
         with patch() as monkeypatch, RoundedProducts(do.dtype, monkeypatch):
             grads = torch_backend.backward(
-                do, dstate, ctx.inputs, ctx.saved, OperatorOptions(0.3)
+                do, dstate, ctx.inputs, ctx.saved, ctx.options
             )
         found = iter(grads)
         return tuple(x if x is None else next(found) for x in ctx.inputs[:7])

@@ -16,7 +16,7 @@ members = pytest.mark.parametrize(
     "member", [name for name in speed.MEMBERS if hasattr(fw, name)]
 )
 
-OPTIONS = OperatorOptions(0.3)
+OPTIONS = OperatorOptions(scale=0.3)
 
 
 def small(member, B, T, H, D):

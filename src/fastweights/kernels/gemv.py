@@ -52,7 +52,7 @@ class GemvMeta(NamedTuple):
     BM: int
     BN: int
     BK: int
-    G: int = 0  # parts of a tile's columns, one per warp
+    PARTS: int = 0  # of a tile's columns, one per warp
     SUMS: bool = False  # whether rows are few enough for plain sums
 
 
@@ -165,7 +165,7 @@ def product_by_sums(x, matrices, norm, rows, outputs, META: tl.constexpr):
 
 @triton.jit
 def load_parts(w, weight, outputs, o_g, META: tl.constexpr):
-    """Columns o_g [G, BK] of the rows ``outputs`` of w, [G, BN, BK].
+    """Columns o_g [PARTS, BK] of the rows ``outputs`` of w, [PARTS, BN, BK].
 
     Times what a row's norm would multiply its columns by.
     """
@@ -181,7 +181,7 @@ def load_parts(w, weight, outputs, o_g, META: tl.constexpr):
 
 @triton.jit
 def load_row_parts(x, stride, rows, o_g, K: tl.constexpr):
-    """Columns o_g [G, BK] of the rows of x, [G, BM, BK]."""
+    """Columns o_g [PARTS, BK] of the rows of x, [PARTS, BM, BK]."""
     o_m, m_m, _ = rows
     o_k = o_g[:, None, :]
     p_x = x + o_m[None, :, None] * stride + o_k
@@ -192,7 +192,7 @@ def load_row_parts(x, stride, rows, o_g, K: tl.constexpr):
 def product_by_parts(x, matrices, norm, rows, outputs, META: tl.constexpr):
     """norm(x) times the rows ``outputs`` of each matrix, as [BM, BN] each.
 
-    Columns go in G parts of BK, one per warp, whose sums meet at the end: no
+    Columns go in PARTS of BK, one per warp, whose sums meet at the end: no
     tensor core waits for another's product.
     """
     p_x, stride = x
@@ -202,13 +202,13 @@ def product_by_parts(x, matrices, norm, rows, outputs, META: tl.constexpr):
     BM: tl.constexpr = META.BM
     BN: tl.constexpr = META.BN
     BK: tl.constexpr = META.BK
-    G: tl.constexpr = META.G
+    PARTS: tl.constexpr = META.PARTS
     NM: tl.constexpr = len(matrices)
-    TILES: tl.constexpr = (K + G * BK - 1) // (G * BK)
-    o_g = tl.arange(0, G)[:, None] * BK + tl.arange(0, BK)[None, :]  # [G, BK]
+    TILES: tl.constexpr = (K + PARTS * BK - 1) // (PARTS * BK)
+    o_g = tl.arange(0, PARTS)[:, None] * BK + tl.arange(0, BK)[None, :]
     tiles, xs, gates = [], [], []
     for i in tl.static_range(min(TILES_AHEAD, TILES)):
-        o_k = i * G * BK + o_g
+        o_k = i * PARTS * BK + o_g
         tiles += [load_parts(w, weight, outputs, o_k, META) for w in matrices]
     if V > 0:
         b_head = tl.load(weight + tl.arange(0, V)).to(tl.float32)
@@ -216,22 +216,22 @@ def product_by_parts(x, matrices, norm, rows, outputs, META: tl.constexpr):
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     for i in tl.static_range(min(TILES_AHEAD, TILES)):
-        o_k = i * G * BK + o_g
+        o_k = i * PARTS * BK + o_g
         xs += [load_row_parts(p_x, stride, rows, o_k, K)]
         if gate is not None:
             gates += [load_row_parts(gate, stride_gate, rows, o_k, K)]
-    b_square = tl.zeros([G, BM, BK], tl.float32)
-    sums = [tl.zeros([G, BM, BN], tl.float32) for _ in matrices]
+    b_square = tl.zeros([PARTS, BM, BK], tl.float32)
+    sums = [tl.zeros([PARTS, BM, BN], tl.float32) for _ in matrices]
     for i in tl.static_range(TILES):
-        o_k = i * G * BK + o_g
+        o_k = i * PARTS * BK + o_g
         if i >= TILES_AHEAD:
             xs += [load_row_parts(p_x, stride, rows, o_k, K)]
         b_x = xs[i]
         if V > 0:
-            b_h = tl.reshape(b_x.to(tl.float32), [G, BM, BK // V, V])
+            b_h = tl.reshape(b_x.to(tl.float32), [PARTS, BM, BK // V, V])
             b_h *= tl.rsqrt(tl.sum(b_h * b_h, 3) / V + eps)[:, :, :, None]
             b_h *= b_head[None, None, None, :]
-            b_n = tl.reshape(b_h, [G, BM, BK])
+            b_n = tl.reshape(b_h, [PARTS, BM, BK])
             if gate is not None:
                 if i >= TILES_AHEAD:
                     gates += [load_row_parts(gate, stride_gate, rows, o_k, K)]
@@ -386,7 +386,7 @@ def gemv_kernel(
     x = x[0] + source, x[1]
     if META.SUMS:
         products = product_by_sums(x, matrices, norm, rows, outputs, META)
-    elif META.G > 0:
+    elif META.PARTS > 0:
         products = product_by_parts(x, matrices, norm, rows, outputs, META)
     else:
         products = product_by_dots(x, matrices, rows, outputs, META)
@@ -447,7 +447,7 @@ def gemv(
     V = 0  # channels of a head; 0: the norm is that of a row
     if norm is not None and (gate is not None or len(norm) < K):
         V = len(norm)
-    whole_rows = "SUMS" in tile or "G" in tile
+    whole_rows = "SUMS" in tile or "PARTS" in tile
     if norm is not None and (not whole_rows or (V and tile["BK"] % V)):
         x = _norm_rows(x, norm, gate, eps, activation)
         norm, gate, V = None, None, 0
@@ -511,7 +511,7 @@ def gemv_options(
         tile = {"BM": BM, "BN": BN, "BK": min(BK, padded_K), "SUMS": True}
     elif M <= 16 and half:
         BK = min(128, max(16, padded_K // 4))
-        tile = {"BM": 16, "BN": 16, "BK": BK, "G": 4}
+        tile = {"BM": 16, "BN": 16, "BK": BK, "PARTS": 4}
     elif half:
         BK = min(128, max(16, padded_K))
         tile = {"BM": min(BM, 64), "BN": 32 if N > 1024 else 16, "BK": BK}

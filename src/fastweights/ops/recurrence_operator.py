@@ -65,8 +65,12 @@ def prepare_call(
     contiguous = [None if x is None else x.contiguous() for x in operands]
     q, k, v, g, beta, erase, *states = Operands._make(contiguous)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    chunk_size = chunk_size or DEFAULT_CHUNK_SIZE
-    options = OperatorOptions(scale, chunk_size, backend, is_invariant())
+    options = OperatorOptions(
+        scale=scale,
+        chunk_size=chunk_size or DEFAULT_CHUNK_SIZE,
+        backend=backend,
+        invariant=is_invariant(),
+    )
     if g is not None and g.dim() == 1:
         # Widened before it is repeated, it gathers its gradient so.
         g = g.to(compute_dtype(q.dtype)).expand(v.shape[:3])

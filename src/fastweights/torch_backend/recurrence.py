@@ -37,20 +37,20 @@ IN_CACHE = 2**17  # entries of score matrices that one core works on at once
 
 
 def pieces(
-    cu_seqlens: Offsets | None, v: Tensor, chunk_size: int, invariant: bool
+    cu_seqlens: Offsets | None, v: Tensor, options: OperatorOptions
 ) -> list[Piece]:
     """Sequences that are computed together, and stay in a core's cache.
 
     A batch has pieces of some rows, a pack those of :func:`pack_pieces`; if
     ``invariant``, each sequence is alone. No chunk is longer than them.
     """
-    B, T, HV = v.shape[:3]
+    (B, T, HV), C = v.shape[:3], options.chunk_size
     room = max(1, torch.get_num_threads() * IN_CACHE // HV)
-    if invariant:
+    if options.invariant:
         room = 0
     if cu_seqlens is not None:
-        return pack_pieces(cu_seqlens, v, chunk_size, lambda C: room // C**2)
-    C = min(chunk_size, T)
+        return pack_pieces(cu_seqlens, v, C, lambda C: room // C**2)
+    C = min(C, T)
     rows = max(1, room // (T * C))
     parts = [slice(b, b + rows) for b in range(0, B, rows)]
     return [Piece(n, (n, slice(None)), C) for n in parts]
@@ -110,26 +110,25 @@ def forward(
     operands: Operands, options: OperatorOptions
 ) -> tuple[Tensor, States, list[Tensor]]:
     """Outputs, final states, and what the backward re-uses."""
-    scale, chunk_size, _, invariant = options
     q, _, v, *_, initial_state, cu_seqlens = operands
     tokens = widen(*operands[:6])
     state = copy_states(q, state_shape(q, v), initial_state, cu_seqlens)
     saved = empty_saved(operands, options)
-    single_token = v.shape[1] == 1 and not invariant
+    single_token = v.shape[1] == 1 and not options.invariant
     if single_token and (nonempty := sequence_spans(cu_seqlens, 1)):
         [(n, _)] = nonempty
-        o = advance(state[n], *tokens, scale=scale).to(v.dtype)
+        o = advance(state[n], *tokens, scale=options.scale).to(v.dtype)
         return o, state, saved
     o = v.new_empty(v.shape)
     if cu_seqlens is not None:
         # Short sequences fill less than a row; the last may end before T.
         for x in (o, *saved):
             x.zero_()
-    for part in pieces(cu_seqlens, v, chunk_size, invariant):
+    for part in pieces(cu_seqlens, v, options):
         inputs, n = part.select(*tokens), part.states
         o_n, state[n], Aqk, P = chunkwise_forward(
             *inputs,
-            scale=scale,
+            scale=options.scale,
             initial_state=None if initial_state is None else state[n],
             chunk_size=part.chunk_size,
         )
@@ -153,7 +152,6 @@ def backward(
     Each has its input's shape and dtype. do or dstate is None where nothing
     depends on that output.
     """
-    scale, chunk_size, _, invariant = options
     q, _, v, *_, initial_state, cu_seqlens = operands
     tokens = widen(*operands[:6])
     do = torch.zeros_like(v) if do is None else do
@@ -170,7 +168,7 @@ def backward(
         for x in tokens
         if x is not None
     ]
-    for part in pieces(cu_seqlens, v, chunk_size, invariant):
+    for part in pieces(cu_seqlens, v, options):
         n, C = part.states, part.chunk_size
         saved_n = part.select(*(x.transpose(1, 2) for x in saved if x.numel()))
         saved_n = [to_chunks(x[..., :C], C) for x in saved_n]
@@ -178,7 +176,7 @@ def backward(
             *part.select(*tokens),
             do=part.take(do),
             dS=None if dstate is None else dstate[n],
-            scale=scale,
+            scale=options.scale,
             initial_state=None if initial_state is None else initial_state[n],
             chunk_size=C,
             **dict(zip(("Aqk", "P"), saved_n, strict=False)),

@@ -190,7 +190,8 @@ def work(member: str, shape: Shape) -> tuple[int, int]:
     q, v, beta = (B, T, H, K), (B, T, HV, V), (B, T, HV) if delta else None
     erase = q if member in ERASE else None
     shapes = Operands._make([q, q, v, None, beta, erase, None, None])
-    flops = chunk_flops(shapes, OperatorOptions(1.0, CHUNK))
+    options = OperatorOptions(scale=1.0, chunk_size=CHUNK)
+    flops = chunk_flops(shapes, options)
     return B * T * moved, flops
 
 

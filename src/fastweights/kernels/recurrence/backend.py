@@ -8,7 +8,6 @@ As :mod:`fastweights.torch_backend.recurrence` it has ``empty_saved``,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +31,7 @@ ExchangeMethod = Callable[..., None] | None  # a method of ranks.exchange
 
 
 def kind_of(
-    tensors: CallTensors,
-    chunk_size: int,
-    invariant: bool = False,
-    on_ranks: bool = False,
+    tensors: CallTensors, options: OperatorOptions, on_ranks: bool = False
 ) -> tuple[CallKind, tuple]:
     """The kind of this call, and the sizes that lengths_of takes.
 
@@ -45,13 +41,12 @@ def kind_of(
     (B, T, H, K), (_, _, HV, V) = q.shape, v.shape
     heads = H, HV, K, V = int(H), int(HV), int(K), int(V)
     gate_width = 0 if g is None else 1 if g.dim() == 3 else K
-    precision = dot_precision(q.dtype, K)
     erases = tensors.erase is not None
     delta = erases or tensors.beta is not None
-    rule: Any = (gate_width, delta, chunk_size, precision, erases, on_ranks)
-    kind = CallKind(gpu_of(q.device), q.dtype, *heads, *rule)
+    rule = gate_width, delta, options.chunk_size, dot_precision(q.dtype, K)
+    kind = CallKind(gpu_of(q.device), q.dtype, *heads, *rule, erases, on_ranks)
     N = B if offsets is None else offsets.shape[0] - 1
-    return kind, (B, T, N, offsets is not None, invariant)
+    return kind, (B, T, N, offsets is not None, options.invariant)
 
 
 def dtypes_of(tensors: CallTensors) -> CallTensors:
@@ -63,8 +58,8 @@ def empty_saved(
     operands: Operands, options: OperatorOptions, on_ranks: bool = False
 ) -> list[Tensor]:
     """Room for what :func:`forward` saves."""
-    tensors, (_, chunk_size, _, invariant) = CallTensors(*operands), options
-    kind, sizes = kind_of(tensors, chunk_size, invariant, on_ranks)
+    tensors = CallTensors(*operands)
+    kind, sizes = kind_of(tensors, options, on_ranks)
     lengths = lengths_of.__wrapped__(kind, *sizes)  # no symbol is a key
     saved = stages.TensorSpecs(kind, dtypes_of(tensors)).saved
     size = buffer_offsets((x.num_lines for x in saved), lengths)[-1]
@@ -96,11 +91,10 @@ def run_schedule(
     compiled with its own, for a backward in which only o has a gradient.
     schedule.Schedule tells what a rank has to ``exchange``.
     """
-    scale, chunk_size, _, invariant = options
     tensors = CallTensors(*[aligned(x) for x in inputs])
     with torch.cuda.device_of(tensors.q):
         on_ranks = exchange is not None
-        kind, sizes = kind_of(tensors, chunk_size, invariant, on_ranks)
+        kind, sizes = kind_of(tensors, options, on_ranks)
         lengths, dtypes = lengths_of(kind, *sizes), dtypes_of(tensors)
         segmented, back = lengths.borders > 0, saved is not None
         make_schedule = (
@@ -118,7 +112,7 @@ def run_schedule(
                 )
             compile_together(*schedules)
             schedule.load(kind.gpu.shared)
-        return schedule(tensors, lengths, scale, saved, exchange)
+        return schedule(tensors, lengths, options.scale, saved, exchange)
 
 
 def forward(

@@ -220,12 +220,12 @@ def intra_bwd_kernel(
             b_dk_scores += b_diag * b_q
 
         if PER_HEAD:
-            i_part = i_ch * NK + i_k
-            o_c = i_part * 2 * BT + tl.arange(0, BT)
+            i_chk = i_ch * NK + i_k
+            o_c = i_chk * 2 * BT + tl.arange(0, BT)
             b_sums = tl.reduce((b_pairs, b_w), 1, tile.add_pairs)
             tl.store(grads.dg_parts + o_c, b_sums[0])
             tl.store(grads.dg_parts + BT + o_c, b_sums[1])
-            tl.store(grads.dtotal + i_part, b_dtotal)
+            tl.store(grads.dtotal + i_chk, b_dtotal)
         elif PER_CHANNEL:
             b_dg = gates.sum_rows(o_t <= 0, b_pairs, SPLIT)  # [BT, BK]
             b_dg += gates.sum_rows(o_t > 0, b_w, SPLIT) + b_dtotal[None, :]
@@ -273,11 +273,11 @@ def gate_bwd_kernel(dg_parts, dtotal, dg, call, META: tl.constexpr):
     b_before = tl.zeros([BT], dtype=tl.float32)
     b_dg = tl.zeros([BT], dtype=tl.float32)
     for i_k in tl.static_range(NK):
-        i_part = tl.program_id(0).to(tl.int64) * NK + i_k
-        p_part = dg_parts + i_part * 2 * BT + o_c
+        i_chk = tl.program_id(0).to(tl.int64) * NK + i_k
+        p_part = dg_parts + i_chk * 2 * BT + o_c
         b_pairs += tl.load(p_part)
         b_before += tl.load(p_part + BT - 1, mask=o_c > 0, other=0.0)
-        b_dg += tl.load(dtotal + i_part)
+        b_dg += tl.load(dtotal + i_chk)
     b_dg += tl.cumsum(b_before, axis=0)
     b_dg += tl.cumsum(b_pairs, axis=0, reverse=True)
     tile.store_rows(dg, b_dg[:, None], (t, end, i_hv), 0, NUMBERS)

@@ -27,13 +27,17 @@ from fastweights.kernels.recurrence.segments import (
 # Which program it is: of segment or border i_x, and forward whether of M.
 Program = namedtuple("Program", "i_x i_hv i_v is_M")
 # A program's chunks, first up to stop, of a segment that begins with chunk
-# segment_first, and of sequence i_n, with tokens start to end.
+# segment_first, and of sequence i_n, with tokens start to end. Of a segment
+# that is_composed compose_kernel finds the state that leaves it. A MAP's
+# program feeds_compose if compose_kernel is given what it finds.
 Chunks = namedtuple(
     "Chunks",
-    "i_n start end i_slot segment_first first stop is_composed reaches_all",
+    "i_n start end i_slot segment_first first stop is_composed feeds_compose "
+    "reaches_all",
 )
 ChunksBack = namedtuple(
-    "ChunksBack", "i_n i_nh start end i_slot first stop is_composed from_end"
+    "ChunksBack",
+    "i_n i_nh start end i_slot first stop is_composed feeds_compose from_end",
 )
 
 
@@ -82,11 +86,10 @@ def chunks_of(
     """Chunks: a program's sequence, its tokens, and its chunks.
 
     They are those of segment i_x, or with MAP of the one before border i_x.
-    The state that leaves the segment is_composed if it is whole and a state
-    enters it. With MAP is_composed is whether there is anything to compose:
-    also what leaves a first segment, to enter the next. With a gate per head
-    a map is that of the chunks which matter at the segment's end; whether it
-    reaches_all of them.
+    A segment is_composed if it is whole and a state enters it. Such a one's
+    MAP feeds_compose, and so does what leaves a first segment, to enter the
+    next. With a gate per head a map is that of the chunks which matter at the
+    segment's end; whether it reaches_all of them.
     """
     BT: tl.constexpr = META.BT
     i_x, i_hv, _, is_M = program
@@ -100,11 +103,13 @@ def chunks_of(
     enters = segment_first > 0
     if initial_state is not None:
         enters = segment_first >= 0
+    passes_on = enters
     if MAP:
-        enters |= (stop < NT) & (is_M == 0)
-    is_composed = enters & is_whole(start, end, segment_first, call, META)
+        passes_on |= (stop < NT) & (is_M == 0)
+    whole = is_whole(start, end, segment_first, call, META)
+    is_composed, feeds_compose = enters & whole, passes_on & whole
     if MAP:
-        stop = tl.where(is_composed, stop, segment_first)
+        stop = tl.where(feeds_compose, stop, segment_first)
     first = segment_first
     i_slot = tile.first_slot(i_n, call.cu_seqlens, call.T, BT)
     if MAP and META.PER_HEAD:
@@ -124,6 +129,7 @@ def chunks_of(
         first,
         stop,
         is_composed,
+        feeds_compose,
         reaches_all,
     )
 
@@ -190,19 +196,19 @@ def store_leaving_state(
         p_S, i_S = border_state_at(
             state, states.border_states, is_last, chunks.i_n, i_x, i_hv, HV
         )
-        has_state = chunks.is_composed & (is_M == 0)
+        has_state = chunks.feeds_compose & (is_M == 0)
         tile.store_state(p_S, b_S, i_S, i_v, has_state, META)
         if META.DELTA:
             # A program of B stores no rows.
             row = i_b.to(tl.int64) * K
-            rows = (row, row + tl.where(chunks.is_composed & is_M, K, 0), 0)
+            rows = (row, row + tl.where(chunks.feeds_compose & is_M, K, 0), 0)
             MAPS: tl.constexpr = META.map_tiles
             tile.store_rows(states.maps, b_S, rows, i_v - META.NV, MAPS)
         elif META.GATED:
             o_k = tl.arange(0, META.BK)[:, None]
             if META.PER_HEAD:
                 b_decay = tl.where(chunks.reaches_all, b_decay, 0.0)
-            m_k = tile.mask_if(chunks.is_composed & (i_v == 0), o_k < K)
+            m_k = tile.mask_if(chunks.feeds_compose & (i_v == 0), o_k < K)
             p_decay = states.maps + i_b.to(tl.int64) * K + o_k
             tl.store(p_decay, b_decay, mask=m_k)
     elif state is not None:
@@ -395,36 +401,34 @@ def chunks_back_of(
     i_x, i_hv, _, _ = program
     if MAP:
         i_n, start, end, first = segment_before(i_x // 2, call, META)
-        is_composed = is_whole(start, end, first, call, META)
+        feeds_compose = is_whole(start, end, first, call, META)
         is_rest = i_x % 2 == 1
         if META.RANKS:
-            is_composed |= is_rest & (first < 0)
+            feeds_compose |= is_rest & (first < 0)
         first = tl.where(is_rest, first + call.L, first)
     else:
         i_n, start, end, first = segment_at(i_x, call, BT)
+        feeds_compose = False
     NT = tl.cdiv(end - start, BT).to(tl.int32)
     stop = tl.minimum(first + call.L, NT)
     i_nh = i_n * META.HV + i_hv
     i_slot = tile.first_slot(i_n, call.cu_seqlens, call.T, BT)
     from_end = (stop == NT) & ((first < NT) | (first == 0))
-    whole = is_whole(start, end, first, call, META)
+    is_composed = is_whole(start, end, first, call, META)
     if MAP:
-        from_end &= whole == 0
-        is_composed &= from_end == is_rest
+        from_end &= is_composed == 0
+        feeds_compose &= from_end == is_rest
         if dinitial_state is None:
-            is_composed &= first > 0
-        stop = tl.where(is_composed, stop, first)
-    else:
-        is_composed = whole
+            feeds_compose &= first > 0
+        stop = tl.where(feeds_compose, stop, first)
     if MAP and META.PER_HEAD:
         reached = chunks_in_reach(
             map_bound, i_slot + first, i_hv, first, stop, True, META
         )
         from_end &= reached == stop - first
         stop = first + reached
-    return ChunksBack(
-        i_n, i_nh, start, end, i_slot, first, stop, is_composed, from_end
-    )
+    segment = (i_n, i_nh, start, end, i_slot, first, stop)
+    return ChunksBack(*segment, is_composed, feeds_compose, from_end)
 
 
 @triton.jit
@@ -462,7 +466,7 @@ def store_leaving_grad(
         p_dS, i_dS = border_state_at(
             dfirst, grads.border_grads, is_first, i_n, i_b, i_hv, HV
         )
-        tile.store_state(p_dS, b_dS, i_dS, i_v, chunks.is_composed, META)
+        tile.store_state(p_dS, b_dS, i_dS, i_v, chunks.feeds_compose, META)
     elif dfirst is not None:
         own = is_first & (chunks.is_composed == 0)
         tile.store_state(dfirst, b_dS, chunks.i_nh, i_v, own, META)

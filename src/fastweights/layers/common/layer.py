@@ -113,11 +113,10 @@ class CheckedModule(nn.Module):
 class Layer(CheckedModule):
     """A layer: y, state = layer(x, state, cu_seqlens).
 
-    Each class has ``dim`` and a function ``compute`` with these arguments,
-    which have been checked by then, and returns y and a new state. Which
-    fields a state has to have, and their shapes, is checked in layers of this
-    project only: a second layer, on the device "meta", tells. A constructor
-    from elsewhere is not called a second time.
+    Each class has ``dim`` and a ``compute`` of its own. Which fields a state
+    has to have, and their shapes, is checked in layers of this project only:
+    a second layer, on the device "meta", tells. A constructor from elsewhere
+    is not called a second time.
 
     With gradients a call leaves the state that came in as it was. Without
     (torch.no_grad) it changes that state in place: to go on from one state
@@ -126,8 +125,6 @@ class Layer(CheckedModule):
 
     dim: int
     """Width D of x and y."""
-
-    compute: Callable[..., tuple[Tokens, Any]]
 
     reads_packs_as_rows: bool = False
     """Whether it reads packed sequences as rows, filled up to the longest."""
@@ -173,6 +170,12 @@ class Layer(CheckedModule):
         ):
             self.row_shapes = _row_shapes(after)
         return y, after
+
+    def compute(
+        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Tokens, Any]:
+        """y, and a new state or None, of arguments that have been checked."""
+        raise NotImplementedError
 
     def fused_step(
         self, x: Tokens, norm: nn.RMSNorm, state: LayerState
