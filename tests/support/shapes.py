@@ -10,6 +10,7 @@ import builtins
 import functools
 import inspect
 import re
+import sys
 from collections import defaultdict
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
@@ -32,7 +33,7 @@ def check():
         run(loader, module)
         if module.__name__.startswith("fastweights"):
             wrap(module, module.__name__)
-            keep_sources(module)
+            keep_sources()
 
     SourceFileLoader.exec_module = exec_module
 
@@ -51,13 +52,13 @@ def wrap(owner, module):
                 setattr(owner, name, checked(value))
 
 
-def keep_sources(module):
+def keep_sources():
     """Modules are still untouched where a class's forward is checked now."""
-    for name, value in list(vars(module).items()):
-        match value:
-            case (type() as kind, FunctionType() as forward):
-                if inspect.unwrap(kind.forward) is forward:
-                    setattr(module, name, (kind, kind.forward))
+    plain = sys.modules.get("fastweights.layers.common.plain_modules")
+    forwards = getattr(plain, "SOURCE_FORWARDS", {})
+    for kind, forward in forwards.items():
+        if inspect.unwrap(kind.forward) is forward:
+            forwards[kind] = kind.forward
 
 
 def checked(function):

@@ -21,11 +21,12 @@ from fastweights.layers.common.layer import (
 )
 from fastweights.layers.common.layer_arguments import head_size, scaled_size
 from fastweights.layers.common.output_norm import OutputNorm
-from fastweights.layers.common.plain_modules import is_untouched, source_of
+from fastweights.layers.common.plain_modules import is_untouched, may_be_plain
 from fastweights.layers.common.state import LayerState, Offsets
 from fastweights.layers.common.unpacked_rows import UnpackedRows
 
 
+@may_be_plain
 class StartWeights(CheckedModule):
     """What every sequence's memory begins with: weights, and its norm's.
 
@@ -62,7 +63,7 @@ class StartWeights(CheckedModule):
         names = [f"{x}{i + 1}" for i in range(self.depth) for x in "Wb"]
         names += ["norm_weight", "norm_bias"]
         tensors: list[Tensor] = [getattr(self, name) for name in names]
-        if not is_untouched(self, PLAIN_START):
+        if not is_untouched(self, StartWeights):
             tensors = [p.clone() for p in tensors]
         pairs = [*zip(tensors[::2], tensors[1::2], strict=True)]
         return pairs[:-1], pairs[-1]
@@ -76,9 +77,6 @@ class StartWeights(CheckedModule):
             W = self.get_parameter(f"W{i + 1}")
             W.normal_(std=1 / math.sqrt(W.shape[1]))
         self.norm_weight.fill_(1)
-
-
-PLAIN_START = source_of(StartWeights)
 
 
 class TitansMemory(Layer):

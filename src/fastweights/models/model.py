@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from fastweights.arguments import check_sizes, check_tensors, wrong_shape
 from fastweights.layers import LayerState
 from fastweights.layers.common.fused_step import (
-    PLAIN_SEQUENTIAL,
     are_plain,
     fits_fused_step,
     norm_and_project,
@@ -29,7 +28,7 @@ from fastweights.layers.common.plain_modules import (
     is_plain,
     is_product,
     is_untouched,
-    source_of,
+    may_be_plain,
 )
 from fastweights.models.config import LAYERS, ModelConfig
 from fastweights.models.loss import (
@@ -44,9 +43,7 @@ States = Sequence[LayerState | None]
 Offsets = Int[Tensor, " N+1"]
 
 
-PLAIN_EMBEDDING = source_of(nn.Embedding)
-
-
+@may_be_plain
 class SwiGLU(nn.Module):
     """W_down (silu(W_gate x) * W_up x) (Shazeer 2020).
 
@@ -76,15 +73,12 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
 
-PLAIN_SWIGLU = source_of(SwiGLU)
-
-
 def fused_mlp(x: Tokens, mlp: Any) -> Tokens | None:
     """x + mlp(x) in two launches; None if its modules have to be called."""
-    if not is_untouched(mlp, PLAIN_SEQUENTIAL):
+    if not is_untouched(mlp, nn.Sequential):
         return None
     norm, swiglu = mlp
-    if not is_untouched(swiglu, PLAIN_SWIGLU):
+    if not is_untouched(swiglu, SwiGLU):
         return None
     if not are_plain(x, [norm, swiglu.up_proj, swiglu.down_proj]):
         return None
@@ -388,7 +382,7 @@ class LanguageModel(CheckedModule):
         """The matrix of the logits, None if only the head's module knows."""
         if self.head is not None:
             return self.head.weight if is_product(self.head, x) else None
-        if is_plain(self.embedding, PLAIN_EMBEDDING, x.device):
+        if is_plain(self.embedding, nn.Embedding, x.device):
             return self.embedding.weight
         every = torch.arange(self.config.vocab_size, device=x.device)
         return self.embedding(every[None])[0]

@@ -13,7 +13,7 @@ from fastweights.dtypes import cast_for_autocast
 from fastweights.heads import l2norm, split_heads
 from fastweights.layers.common.layer import CheckedModule, FactoryOptions
 from fastweights.layers.common.layer_arguments import check_one_of
-from fastweights.layers.common.plain_modules import is_plain, source_of
+from fastweights.layers.common.plain_modules import is_plain, may_be_plain
 from fastweights.layers.common.state import LayerState, Offsets
 from fastweights.ops.convolution import (
     check_pairs,
@@ -24,6 +24,7 @@ from fastweights.ops.convolution import (
 Past = Float[Tensor, "N W-1 C"]
 
 
+@may_be_plain
 class ShortConvolution(CheckedModule):
     """A causal convolution per channel, then SiLU.
 
@@ -82,9 +83,7 @@ class ShortConvolution(CheckedModule):
         return y, accepted_past(past, x, state)
 
 
-PLAIN_CONVOLUTION = source_of(ShortConvolution)
-
-
+@may_be_plain
 class HeadsConvolution(CheckedModule):
     """q, k and v of a recurrence, from channels [q | k | v].
 
@@ -150,7 +149,7 @@ class HeadsConvolution(CheckedModule):
         past = None
         if self.taps is None:
             x = F.silu(x) if self.activation else x
-        elif is_plain(self.taps, PLAIN_CONVOLUTION, x.device):
+        elif is_plain(self.taps, ShortConvolution, x.device):
             q, k, v, past = convolve_heads(
                 x,
                 self.taps.weight,
@@ -170,9 +169,6 @@ class HeadsConvolution(CheckedModule):
         if self.normalize:
             q, k = l2norm(q), l2norm(k)
         return q, k, v, past
-
-
-PLAIN_HEADS = source_of(HeadsConvolution)
 
 
 def past_of(state: LayerState | None, x: Tensor) -> Past | None:

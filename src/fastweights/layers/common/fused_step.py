@@ -24,19 +24,11 @@ from fastweights import torch_internals
 from fastweights.arguments import MAX_K, TENSOR_TYPES
 from fastweights.dtypes import under_autocast
 from fastweights.layers.common import fused_step_in_torch as in_torch
-from fastweights.layers.common.convolution import (
-    PLAIN_CONVOLUTION,
-    PLAIN_HEADS,
-)
-from fastweights.layers.common.gates import PLAIN_DECAY
+from fastweights.layers.common.convolution import ShortConvolution
+from fastweights.layers.common.gates import Decay
 from fastweights.layers.common.layer import Layer, Tokens
 from fastweights.layers.common.layer_arguments import check_input
-from fastweights.layers.common.output_norm import PLAIN_OUTPUT_NORM
-from fastweights.layers.common.plain_modules import (
-    PLAIN_LINEAR,
-    is_untouched,
-    source_of,
-)
+from fastweights.layers.common.plain_modules import is_untouched
 from fastweights.layers.common.state import LayerState
 from fastweights.ops.common.backends import choose_backend, record_run
 from fastweights.ranks.group import current_ranks
@@ -46,20 +38,6 @@ MAX_FUSED_SEQUENCES = 256
 
 MAX_FUSED_TOKENS = 16
 """Tokens in all, of sequences with several each: one tile holds them."""
-
-PLAIN_SEQUENTIAL = source_of(nn.Sequential)
-PLAIN_SOURCES = {
-    source[0]: source
-    for source in (
-        PLAIN_DECAY,
-        PLAIN_HEADS,
-        PLAIN_LINEAR,
-        PLAIN_OUTPUT_NORM,
-        PLAIN_SEQUENTIAL,
-        PLAIN_CONVOLUTION,
-        source_of(nn.RMSNorm),
-    )
-}
 
 
 def fits_fused_step(x: Tensor) -> bool:
@@ -92,11 +70,8 @@ def are_plain(x: Tensor, modules: Sequence[nn.Module | None]) -> bool:
     for module in modules:
         if module is None:
             continue
-        source = PLAIN_SOURCES.get(type(module))
-        if source is None or not is_untouched(module, source):
-            return False
-        is_sequential = source is PLAIN_SEQUENTIAL
-        if is_sequential and not are_plain(x, [*module.children()]):
+        module_class, parts = type(module), [*module._modules.values()]
+        if not (is_untouched(module, module_class) and are_plain(x, parts)):
             return False
         for name, parameter in module._parameters.items():
             if parameter is None and name == "bias":
@@ -106,8 +81,8 @@ def are_plain(x: Tensor, modules: Sequence[nn.Module | None]) -> bool:
                 or type(parameter) not in TENSOR_TYPES
                 or parameter.device != x.device
                 or not parameter.is_contiguous()
-                or (parameter.dtype != x.dtype and source is not PLAIN_DECAY)
-                or (name == "bias" and source is not PLAIN_CONVOLUTION)
+                or (parameter.dtype != x.dtype and module_class is not Decay)
+                or (name == "bias" and module_class is not ShortConvolution)
             ):
                 return False
     return True
@@ -120,7 +95,7 @@ def is_plain_layer(
     modules: Sequence[nn.Module | None],
 ) -> bool:
     """Whether the layer is of this class itself, and its modules are plain."""
-    untouched = is_untouched(layer, (layer_class, Layer.forward))
+    untouched = is_untouched(layer, layer_class, Layer)
     return untouched and are_plain(x, modules)
 
 
@@ -208,7 +183,7 @@ def fused_layer_step(
             others' outputs; each may be None. Without it they are these.
     """
     taps = layer.convolution.taps
-    parts = (norm, layer.convolution, taps, layer.norm, layer.o_proj)
+    parts = (norm, layer.convolution, layer.norm, layer.o_proj)
     (H, HV), (K, V) = layer.convolution.heads, layer.convolution.sizes
     if (
         taps is None

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from fastweights.dtypes import compute_dtype, upcast
 from fastweights.layers.common.layer import CheckedModule, FactoryOptions
 from fastweights.layers.common.layer_arguments import check_range
-from fastweights.layers.common.plain_modules import source_of
+from fastweights.layers.common.plain_modules import may_be_plain
 
 SMALLEST = 1e-4  # A and dt at the start
 
 
+@may_be_plain
 class Decay(CheckedModule):
     """g = -exp(A_log) softplus(a + dt_bias): Mamba-2's gate (Dao and Gu 2024).
 
@@ -100,9 +101,6 @@ class Decay(CheckedModule):
         if self.channels == 1:
             return rate * a
         return rate[:, None] * a.unflatten(-1, (-1, self.channels))
-
-
-PLAIN_DECAY = source_of(Decay)
 
 
 @torch.no_grad()

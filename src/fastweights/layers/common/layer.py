@@ -22,6 +22,7 @@ from fastweights.arguments import (
     check_sizes,
 )
 from fastweights.layers.common.layer_arguments import check_input
+from fastweights.layers.common.plain_modules import may_be_plain
 from fastweights.layers.common.state import (
     LayerState,
     Offsets,
@@ -110,6 +111,7 @@ class CheckedModule(nn.Module):
             cls.__init__ = checked  # type: ignore[method-assign]
 
 
+@may_be_plain
 class Layer(CheckedModule):
     """A layer: y, state = layer(x, state, cu_seqlens).
 

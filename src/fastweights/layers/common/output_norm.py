@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fastweights.dtypes import upcast
 from fastweights.layers.common.layer import CheckedModule
 from fastweights.layers.common.layer_arguments import check_one_of
-from fastweights.layers.common.plain_modules import source_of
+from fastweights.layers.common.plain_modules import may_be_plain
 from fastweights.ops.output_norm import (
     ACTIVATIONS,
     Activation,
@@ -18,6 +18,7 @@ from fastweights.ops.output_norm import (
 )
 
 
+@may_be_plain
 class OutputNorm(CheckedModule):
     """A norm over each head's channels, times a function of a gate.
 
@@ -79,6 +80,3 @@ class OutputNorm(CheckedModule):
         y = y - y.mean(-1, keepdim=True)
         silu = self.activation == "silu"
         return norm_by_formula(y, weight, gate, silu, self.eps).to(o.dtype)
-
-
-PLAIN_OUTPUT_NORM = source_of(OutputNorm)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,27 +16,42 @@ from torch import Tensor, nn
 from fastweights import torch_internals
 from fastweights.arguments import TENSOR_TYPES
 
-Source = tuple[type[nn.Module] | None, Callable]
+SOURCE_FORWARDS: dict[type[nn.Module], Callable] = {}
+"""Classes whose modules may be plain: the forward in each one's source."""
+
+ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module])
 
 
-def source_of(module_class: type[nn.Module]) -> Source:
-    """A class of modules, and the forward that stands in its source."""
+def may_be_plain(module_class: ModuleClass) -> ModuleClass:
+    """A decorator: enter a class into SOURCE_FORWARDS."""
     forward = module_class.forward
-    home = vars(sys.modules[module_class.__module__])
-    # One that somebody has put there before this module was imported is not.
-    return module_class if forward.__globals__ is home else None, forward
+    # One that somebody else has put there is not in the source.
+    if forward.__globals__ is vars(sys.modules[module_class.__module__]):
+        SOURCE_FORWARDS[module_class] = forward
+    return module_class
 
 
-def is_untouched(module: nn.Module, source: Source) -> bool:
-    """Whether a call of the module runs the forward of its source, alone.
+for _class in (nn.Embedding, nn.Linear, nn.RMSNorm, nn.Sequential):
+    may_be_plain(_class)
 
-    A subclass, a parametrization or a unit of FSDP is of another class;
+
+def is_untouched(
+    module: nn.Module,
+    module_class: type[nn.Module],
+    owner: type[nn.Module] | None = None,
+) -> bool:
+    """Whether the module is of the class, and a call runs its forward alone.
+
+    That is the one in the source, of the class itself or of its ``owner``. A
+    subclass, a parametrization or a unit of FSDP is of another class;
     adapters and offloaders put a forward of their own on the object or on
     the class; hooks look at a call or renew the weight before it.
     """
+    forward = SOURCE_FORWARDS.get(owner or module_class)
     attributes = module.__dict__
-    return type(module) is source[0] and not (
-        getattr(module.forward, "__func__", None) is not source[1]
+    return type(module) is module_class and not (
+        forward is None
+        or getattr(module.forward, "__func__", None) is not forward
         or attributes["_forward_hooks"]
         or attributes["_forward_pre_hooks"]
         or attributes["_backward_hooks"]
@@ -44,13 +60,15 @@ def is_untouched(module: nn.Module, source: Source) -> bool:
     )
 
 
-def is_plain(module: nn.Module, source: Source, device: torch.device) -> bool:
+def is_plain(
+    module: nn.Module, module_class: type[nn.Module], device: torch.device
+) -> bool:
     """Whether a module's weight does all that a call of the module does.
 
     Only then may the weight be used past the module's forward. A weight that
     is sharded or offloaded is no plain tensor on ``device``.
     """
-    if not is_untouched(module, source):
+    if not is_untouched(module, module_class):
         return False
     weight, bias = module.weight, getattr(module, "bias", None)
     return (
@@ -63,9 +81,6 @@ def is_plain(module: nn.Module, source: Source, device: torch.device) -> bool:
     )
 
 
-PLAIN_LINEAR = source_of(nn.Linear)
-
-
 def is_product(module: nn.Module, x: Tensor) -> bool:
     """Whether the module is x W^T, and nothing else."""
-    return is_plain(module, PLAIN_LINEAR, x.device) and module.bias is None
+    return is_plain(module, nn.Linear, x.device) and module.bias is None
