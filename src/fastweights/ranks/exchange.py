@@ -11,35 +11,27 @@ with the forward's maps.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastweights.kernels.recurrence.state_passing import (
+    LaunchWith,
+    StatePassing,
+)
 from fastweights.ranks.group import Ranks
 from fastweights.ranks.prefix import prefix_over_ranks, suffix_over_ranks
 from fastweights.ranks.shard import Shard, shard_of, where_rows
 
 
-class StatePassing(Protocol):
-    """The tensors of compose_kernel: what stages.StatePassing names."""
-
-    entering: Tensor
-    borders: Tensor
-    leaving: Tensor
-    maps: Tensor | None
-    products: Tensor | None
-
-
 class Exchange:
     """The exchange of one call, by its method ``forward`` or ``backward``.
 
-    Both take compose_kernel's tensors, and the launches that are left to them
-    as schedule.Schedule says. ``maps`` are those that
+    Both are a state_passing.ExchangeStates. ``maps`` are those that
     prefix_over_ranks returns, ``last`` is the state that leaves the last rank
-    if maps are gathered, and ``dstate`` this rank's part in its gradient. If
-    it is ``invariant``, equal ranks of a batch compose in turn: see
-    compose_all.
+    if maps are gathered, ``dstate`` this rank's part in its gradient. If it is
+    ``invariant``, equal ranks of a batch compose in turn: see compose_all.
     """
 
     last: Any  # a Tensor, or None
@@ -81,22 +73,22 @@ class Exchange:
 
     def forward(
         self,
-        passing: StatePassing,
-        compose: Callable[..., None],
-        overlap: Callable[[], None],
-        add_arriving: Callable[..., None],
+        passing: StatePassing[Tensor],
+        launch_compose: LaunchWith,
+        launch_meanwhile: Callable[[], None],
+        launch_add_arriving: LaunchWith,
     ) -> None:
         """Set ``entering`` to the states that enter this rank's sequences."""
         entering, size, s = passing.entering, self.ranks.size, self.shard
         if self.in_turn:
             first = self.ranks.gather(entering)[0]
             order = range(size)
-            self.last = self.compose_all(passing, compose, first, order)
+            self.last = self.compose_all(passing, launch_compose, first, order)
             wide = 1 if passing.maps is None else passing.maps.shape[-1]
             shape = *entering.shape[:-1], wide + entering.shape[-1]
             self.maps = entering.new_zeros(size, *shape)  # a backward asks
             return
-        compose()
+        launch_compose()
         B = passing.leaving
         if s:
             sends = s.sends & (self.T > 0)
@@ -104,18 +96,18 @@ class Exchange:
         M = self.own_map(passing.products, B)
         matrix = M.shape[-1] == M.shape[-2]
         state, self.last, self.maps = prefix_over_ranks(
-            self.ranks, M, B, matrix, self.invariant, overlap
+            self.ranks, M, B, matrix, self.invariant, launch_meanwhile
         )
         if self.ranks.rank > 0:
             rows = s and (s.incoming, s.receives)
-            self.add_entering(state, entering, rows, add_arriving)
+            self.add_entering(state, entering, rows, launch_add_arriving)
 
     def backward(
         self,
-        passing: StatePassing,
-        compose: Callable[..., None],
-        overlap: Callable[[], None],
-        add_arriving: Callable[..., None],
+        passing: StatePassing[Tensor],
+        launch_compose: LaunchWith,
+        launch_meanwhile: Callable[[], None],
+        launch_add_arriving: LaunchWith,
     ) -> None:
         """Set ``entering`` to the gradient of the states that leave them."""
         entering, size, s = passing.entering, self.ranks.size, self.shard
@@ -124,28 +116,28 @@ class Exchange:
             if self.dstate is not None:
                 grad = self.ranks.gather(self.dstate).double().sum(0).to(grad)
             order = range(size)[::-1]
-            self.compose_all(passing, compose, grad, order)
-            overlap()
+            self.compose_all(passing, launch_compose, grad, order)
+            launch_meanwhile()
             return
-        compose()
+        launch_compose()
         D = passing.leaving
         if s:
             receives = s.receives & (self.T > 0)
             D = where_rows(receives, D.index_select(0, s.incoming), 0)
         M, dlast = self.maps[..., : -D.shape[-1]], self.dstate
         state = suffix_over_ranks(
-            self.ranks, M, D, dlast, self.invariant, overlap
+            self.ranks, M, D, dlast, self.invariant, launch_meanwhile
         )
         if state is not None:
             rows = s and (s.outgoing, s.sends)
-            self.add_entering(state, entering, rows, add_arriving)
+            self.add_entering(state, entering, rows, launch_add_arriving)
 
     @staticmethod
     def add_entering(
         state: Tensor,
         entering: Tensor,
         rows: tuple[Tensor, Tensor] | None,
-        add_arriving: Callable[..., None],
+        launch_add_arriving: LaunchWith,
     ) -> None:
         """Add what other ranks sent to what enters, in a pack to one row."""
         if rows:
@@ -155,12 +147,12 @@ class Exchange:
             entering += arriving
         else:
             arriving = entering.copy_(state)
-        add_arriving(entering=arriving)
+        launch_add_arriving(entering=arriving)
 
     def compose_all(
         self,
-        passing: StatePassing,
-        compose: Callable[..., None],
+        passing: StatePassing[Tensor],
+        launch_compose: LaunchWith,
         state: Tensor,
         order: range,
     ) -> Tensor:
@@ -178,7 +170,7 @@ class Exchange:
             if r == self.ranks.rank:
                 passing.entering.copy_(state)
             group = {name: x[r].clone() for name, x in gathered.items()}
-            compose(entering=state, **group)
+            launch_compose(entering=state, **group)
             state = group["leaving"]
-        compose()
+        launch_compose()
         return state

@@ -15,5 +15,6 @@ intra_backward  the gradients inside a chunk; scan has the others
 settings        what a kind of call and its lengths decide: tiles, segments
 stages          what is launched, in order, on which tensors
 schedule        launches it: addresses for compiled kernels
+state_passing   what it hands over where other ranks have a call's other tokens
 backend         takes the arguments
 """

@@ -7,7 +7,7 @@ As :mod:`fastweights.torch_backend.recurrence` it has ``empty_saved``,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ from fastweights.kernels.recurrence.schedule import (
 )
 from fastweights.kernels.recurrence.settings import CallKind, lengths_of
 from fastweights.kernels.recurrence.stages import CallTensors
-
-ExchangeMethod = Callable[..., None] | None  # a method of ranks.exchange
+from fastweights.kernels.recurrence.state_passing import ExchangeStates
 
 
 def kind_of(
@@ -82,14 +81,13 @@ def run_schedule(
     inputs: Iterable[Tensor | None],
     saved: list[Tensor] | None,
     options: OperatorOptions,
-    exchange: ExchangeMethod = None,
+    exchange: ExchangeStates | None = None,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """The results of a forward, or with ``saved`` of a backward; and saved.
 
     The inputs are those of CallTensors, for a forward without the last two.
     If a forward's inputs require a gradient, the kernels of its backward are
     compiled with its own, for a backward in which only o has a gradient.
-    schedule.Schedule tells what a rank has to ``exchange``.
     """
     tensors = CallTensors(*[aligned(x) for x in inputs])
     with torch.cuda.device_of(tensors.q):
@@ -118,7 +116,7 @@ def run_schedule(
 def forward(
     operands: Operands,
     options: OperatorOptions,
-    exchange: ExchangeMethod = None,
+    exchange: ExchangeStates | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """o in v's dtype, the final states in fp32, and what is saved.
 
@@ -135,7 +133,7 @@ def backward(
     operands: Operands,
     saved: list[Tensor],
     options: OperatorOptions,
-    exchange: ExchangeMethod = None,
+    exchange: ExchangeStates | None = None,
 ) -> list[Tensor]:
     """Gradients of q, k, v and of g, beta, erase, initial_state where given.
 

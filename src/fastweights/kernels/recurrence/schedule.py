@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fastweights import torch_internals
 from fastweights.kernels.recurrence.settings import IntLike, Lengths
+from fastweights.kernels.recurrence.state_passing import ExchangeStates
 from fastweights.kernels.tile import INTERPRETED
 
 ALIGNMENT = 128  # bytes, of each tensor in a buffer: a line of the L2 cache
@@ -215,10 +216,7 @@ class Schedule:
     share one, ``scratch``, that is freed after the last launch.
 
     On ranks ``exchange_launches`` are those from compose_kernel's up to
-    add_arriving_kernel's. A call does not run these: it hands a function that
-    asks the other ranks compose_kernel's tensors (stages.StatePassing),
-    and three functions, which run compose_kernel, the launches after it, and
-    add_arriving_kernel. The first and the last take other tensors by name.
+    add_arriving_kernel's, which a call leaves to its ``exchange``.
     """
 
     launches: Sequence[Launch]
@@ -288,7 +286,7 @@ class Schedule:
         lengths: Lengths,
         scale: float,
         saved: list[Tensor] | None = None,
-        exchange: Callable[..., None] | None = None,
+        exchange: ExchangeStates | None = None,
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Run all launches; return the results by name, and what is saved.
 
@@ -341,9 +339,9 @@ class Schedule:
         runs: list,
         values: list[Any],
         tensor_of: dict[str, Any],
-        exchange: Callable[..., None],
+        exchange: ExchangeStates,
     ) -> None:
-        """Launch all but ``exchange_launches``, and have these exchanged."""
+        """Launch all, ``exchange_launches`` as the exchange asks for them."""
         asked = self.exchange_launches
         assert asked is not None
         compose, arriving = asked.start, asked.stop

@@ -45,6 +45,7 @@ from fastweights.kernels.recurrence.settings import (
     RecurrenceMeta,
     settings_of,
 )
+from fastweights.kernels.recurrence.state_passing import StatePassing
 from fastweights.kernels.tail import ROWS, clear_tail_kernel
 
 T, N, L = CallNumber("T"), CallNumber("N"), CallNumber("L")
@@ -70,11 +71,6 @@ Call = namedtuple("Call", "cu_seqlens scale T N L")
 States = namedtuple("States", "initial_state border_states maps")
 Outputs = namedtuple(
     "Outputs", "o state h u", defaults=(None, None, None, None)
-)
-# What enters a call, passes the borders of its segments, and leaves it; the
-# segments' maps, and the products of those.
-StatePassing = namedtuple(
-    "StatePassing", "entering borders leaving maps products"
 )
 # What enters a scan back, and what it writes.
 OutputGrads = namedtuple("OutputGrads", "do dstate")
