@@ -39,7 +39,7 @@ class Operands(NamedTuple):
     v: Tensor
     g: Tensor | None = None
     beta: Tensor | None = None
-    erase: Tensor | None = None
+    erase_key: Tensor | None = None
     initial_state: Tensor | None = None
     cu_seqlens: Tensor | None = None
 
@@ -68,12 +68,12 @@ def check_arguments(
     ``state_dtypes`` besides its own; T is ``min_tokens`` or more. Only types,
     dtypes, layouts, shapes and devices count.
     """
-    q, k, v, g, beta, erase, initial_state, cu_seqlens = operands
+    q, k, v, g, beta, erase_key, initial_state, cu_seqlens = operands
     if k is None or v is None:
         check_tensors({"k": k, "v": v})
     check_operands(
         {"q": q},
-        same={"k": k, "v": v, "erase": erase},
+        same={"k": k, "v": v, "erase_key": erase_key},
         same_or_fp32={"g": g, "beta": beta},
         states={state_name: initial_state},
         offsets={"cu_seqlens": cu_seqlens},
@@ -100,15 +100,15 @@ def check_arguments(
             wrong_shape("g", g, need)
     if beta is not None and beta.shape != (B, T, HV):
         wrong_shape("beta", beta, f"[{B}, {T}, {HV}]")
-    if erase is not None:
-        heads = H if erase.dim() == 4 and erase.shape[2] == H else HV
-        if erase.shape != (B, T, heads, K):
+    if erase_key is not None:
+        heads = H if erase_key.dim() == 4 and erase_key.shape[2] == H else HV
+        if erase_key.shape != (B, T, heads, K):
             need = f"[{B}, {T}, {HV}, {K}] or [{B}, {T}, {H}, {K}]"
-            wrong_shape("erase", erase, need)
+            wrong_shape("erase_key", erase_key, need)
         if beta is not None:
             raise ValueError(
-                "erase: got a tensor beside beta, need one of the two; "
-                "erase = beta k and beta v for v are the delta rule of beta"
+                "erase_key: got a tensor beside beta, need one of the two; "
+                "beta k, and beta v for v, are the delta rule of beta"
             )
     N = B
     if cu_seqlens is not None:

@@ -50,7 +50,7 @@ def compile_decode(
     offsets = "*i64" if rows else None
     types = {
         "tokens": (x, x, x, g, beta),
-        "erase": (x, "i32") if erase else None,
+        "erase_key": (x, "i32") if erase else None,
         "pool": (f"*{state}", offsets, offsets if T > 1 else None),
         "decay_parameters": (wide, wide) if layer else None,
         "strides": ("i32",) * 5,

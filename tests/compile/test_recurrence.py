@@ -106,10 +106,12 @@ def compile_stage(
     sizes = (4, 4 * group, D, V, DG, delta, chunk_size)
     kind = CallKind(gpu, low, *sizes, precision, erases)
     gate = FP32 if DG > 0 else None
-    beta, erase = {"delta": (FP32, None), "erase": (None, low)}.get(
+    beta, erase_key = {"delta": (FP32, None), "erase": (None, low)}.get(
         rule, (None, None)
     )
-    dtypes = stages.CallTensors(low, low, low, gate, beta, erase, FP32, None)
+    dtypes = stages.CallTensors(
+        low, low, low, gate, beta, erase_key, FP32, None
+    )
     forward = stages.forward_schedule(kind, dtypes, True).launches
     dtypes = dtypes._replace(do=low, dstate=FP32)
     backward = stages.backward_schedule(kind, dtypes, True).launches

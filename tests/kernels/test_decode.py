@@ -139,7 +139,7 @@ def test_a_state_takes_in_what_is_accepted(gate, rule, device):
     o = decode(
         *(x.get(name) for name in names),
         *(pool, rows, 20**-0.5),
-        erase=x.get("erase"),
+        erase_key=x.get("erase_key"),
         accepted=n,
     )
     assert relative_error(o, o_ref) <= 1e-6

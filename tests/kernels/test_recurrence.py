@@ -178,7 +178,7 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
     """Each stage of the kernels against the one of its name in PyTorch."""
     C, T, scale = 16, 40, 0.3
     x = cast(member_inputs(gate, rule, T=T, HV=1, K=64, V=33), torch.float32)
-    names = ("q", "k", "v", "g", "beta", "erase", "initial_state")
+    names = ("q", "k", "v", "g", "beta", "erase_key", "initial_state")
     torch.manual_seed(1)
     do, dstate = torch.randn_like(x["v"]), torch.randn(1, 1, 64, 33)
 
@@ -233,7 +233,7 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
         ("dv", dv),
         ("dg", dg),
         ("dbeta", dbeta),
-        ("derase", de),
+        ("derase_key", de),
     ):
         if name in found:
             agree(found[name], ref)
@@ -243,5 +243,5 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
         assert relative_error(found[name][:3, 0], ref[0, :, 0]) < 1e-5
     expected = {"Aqk": gate == "channel", "dg": gate != "none"}
     expected |= dict.fromkeys(("R", "u"), rule != "additive")
-    expected |= {"dbeta": rule == "delta", "derase": rule == "erase"}
+    expected |= {"dbeta": rule == "delta", "derase_key": rule == "erase"}
     assert all((name in found) == there for name, there in expected.items())

@@ -96,7 +96,7 @@ def test_keys_that_erase_nothing_or_all(gate, device, dtype):
     x["k"] = x["k"][:, :1].sign().expand_as(x["k"]) / 8
     strengths = torch.ones(100, 1, 64)
     strengths[::3], strengths[1::3, :, ::2] = 0, 0
-    x["erase"] = (strengths * x["k"]).expand_as(x["erase"])
+    x["erase_key"] = (strengths * x["k"]).expand_as(x["erase_key"])
     judge_amplified(cast(x, dtype, device))
 
 

@@ -97,7 +97,7 @@ def test_offsets_that_lie_reach_no_other_memory(
     sizes = {"T": 40, "N": 3, "HV": 1, "K": 8, "V": 5}
     x = member_inputs(gate, rule, **sizes, dtype=torch.float32)
     x = {name: guarded.like(t) for name, t in x.items()}
-    names = ("q", "k", "v", "g", "beta", "erase", "initial_state")
+    names = ("q", "k", "v", "g", "beta", "erase_key", "initial_state")
     inputs = Operands(*map(x.get, names), guarded.like(offsets))
     monkeypatch.setattr(kernels, "check_offsets_on_host", lambda *_: None)
     options = OperatorOptions(scale=1.0, chunk_size=16)

@@ -132,14 +132,8 @@ MEMBERS = {
 
 def documented():
     """The lines of decode_step's table: members, and what they pass."""
-    lines = re.findall(
-        r"^ {8}(\w.*?) {2,}(\w.*)$", fw.decode_step.__doc__, re.M
-    )
-    return {
-        name: arguments
-        for names, arguments in lines
-        for name in names.split(", ")
-    }
+    line = r"^ {8}(\w+) {2,}(\w.*)$"
+    return dict(re.findall(line, fw.decode_step.__doc__, re.M))
 
 
 @pytest.mark.parametrize("name", MEMBERS)
@@ -296,7 +290,7 @@ def test_a_state_of_inference_mode_goes_on_outside_of_it(profiled):
 def test_a_graph_that_has_saved_the_state_notices(monkeypatch):
     """A kernel writes behind PyTorch's back: here as numpy."""
 
-    def write(q, k, v, g, beta, erase, state, *others):
+    def write(q, k, v, g, beta, erase_key, state, *others):
         state.numpy()[...] = 0.0
         return v
 
@@ -340,7 +334,7 @@ def test_what_looks_at_operators_sees_it():
 def test_operator_passes_opcheck(gate, rule):
     x = call(gate, rule, T=3, H=2, HV=4, dtype=torch.float32)
     state = x["state"].mT.contiguous().mT
-    named = map(x.get, ("q", "k", "v", "g", "beta", "erase"))
+    named = map(x.get, ("q", "k", "v", "g", "beta", "erase_key"))
     torch.library.opcheck(OPERATOR, (*named, state, None, None, 0.5, "auto"))
 
 

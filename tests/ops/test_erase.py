@@ -110,13 +110,13 @@ def test_a_published_step(name):
 @pytest.mark.parametrize("backend", ["loop", "torch"])
 def test_a_key_per_key_head_is_that_of_its_value_heads(backend):
     torch.manual_seed(0)
-    x = {n: torch.randn(B, T, H, K, **DOUBLE) for n in ("q", "k", "erase")}
+    x = {n: torch.randn(B, T, H, K, **DOUBLE) for n in ("q", "k", "erase_key")}
     x |= {"k": x["k"] / 4, "v": torch.randn(B, T, 3 * H, V, **DOUBLE)}
-    repeated = x | {"erase": x["erase"].repeat_interleave(3, 2)}
+    repeated = x | {"erase_key": x["erase_key"].repeat_interleave(3, 2)}
     options = {"backend": backend, "chunk_size": 16}
     found = results(fw.linear_recurrence, x, **options)
     want = results(fw.linear_recurrence, repeated, **options)
-    want["derase"] = want["derase"].unflatten(2, (H, 3)).sum(3)
+    want["derase_key"] = want["derase_key"].unflatten(2, (H, 3)).sum(3)
     same(found, want, EXACT)
 
 
@@ -124,7 +124,7 @@ def test_beta_k_and_beta_v_are_the_delta_rule():
     x = drawn(g=K, beta=0)
     found, _ = fw.linear_recurrence(
         *(x["q"], x["k"], x["beta"][..., None] * x["v"], x["g"]),
-        erase=x["beta"][..., None] * x["k"],
+        erase_key=x["beta"][..., None] * x["k"],
     )
     assert relative_error(found, fw.kda(**x)[0]) < EXACT
 

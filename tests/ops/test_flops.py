@@ -23,7 +23,7 @@ def inputs(rule, *, gradient):
     if rule == "delta":
         x["beta"] = torch.zeros(1, T, HV)
     if rule == "erase":
-        x["erase"] = torch.zeros(1, T, HV, K)
+        x["erase_key"] = torch.zeros(1, T, HV, K)
     return {n: t.requires_grad_(gradient) for n, t in x.items()}
 
 

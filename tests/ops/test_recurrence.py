@@ -86,7 +86,9 @@ def test_it_is_its_equations(
         sizes |= {"B": 1, "N": len(pack) - 1}
     x = member_inputs(*kind, **{"B": 2} | sizes, T=T)
     if x["k"].shape[-1] == 1:  # or nothing is left of the initial state
-        x |= {name: x[name] / 32 for name in ("beta", "erase") if name in x}
+        x |= {
+            name: x[name] / 32 for name in ("beta", "erase_key") if name in x
+        }
     ref = results(separately if pack else explicit, x, use=use, **options)
     views = {name: layout(t) for name, t in x.items()}
     for backend in BACKENDS:
@@ -304,7 +306,7 @@ def test_autocast_joins_operands_of_different_dtypes():
 def test_operator_passes_opcheck(gate, rule):
     x = member_inputs(gate, rule, T=37, H=2, HV=4, dtype=torch.float32)
     x = {name: t.requires_grad_() for name, t in x.items()}
-    names = ("q", "k", "v", "g", "beta", "erase", "initial_state")
+    names = ("q", "k", "v", "g", "beta", "erase_key", "initial_state")
     arguments = (*map(x.get, names), None, 0.5, 16, "torch", False)
     torch.library.opcheck(FORWARD, arguments)
     arguments = [t.detach() if torch.is_tensor(t) else t for t in arguments]
@@ -556,14 +558,14 @@ v=ones(1, 6, 3, 5)
 v=ones(1, 6, 1, 5)
     ValueError: v: got shape [1, 6, 1, 5], need [1, 6, HV, V] with HV a
     multiple of q's 2 heads
-erase=ones(1, 6, 4, 3)
-    ValueError: erase: got a tensor beside beta, need one of the two; erase =
-    beta k and beta v for v are the delta rule of beta
-erase=ones(1, 6, 3, 3), beta=None
-    ValueError: erase: got shape [1, 6, 3, 3], need [1, 6, 4, 3] or [1, 6, 2,
-    3]
-erase=ones(1, 6, 4, 3, dtype=torch.bfloat16), beta=None
-    TypeError: erase: got torch.bfloat16, need torch.float32
+erase_key=ones(1, 6, 4, 3)
+    ValueError: erase_key: got a tensor beside beta, need one of the two; beta
+    k, and beta v for v, are the delta rule of beta
+erase_key=ones(1, 6, 3, 3), beta=None
+    ValueError: erase_key: got shape [1, 6, 3, 3], need [1, 6, 4, 3] or [1, 6,
+    2, 3]
+erase_key=ones(1, 6, 4, 3, dtype=torch.bfloat16), beta=None
+    TypeError: erase_key: got torch.bfloat16, need torch.float32
 g=ones(1, 6, 4, 2)
     ValueError: g: got shape [1, 6, 4, 2], need [4], [1, 6, 4] or [1, 6, 4, 3]
 g=ones(1, 6, 2)

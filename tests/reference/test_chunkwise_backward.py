@@ -10,14 +10,14 @@ from fastweights.reference import chunkwise, chunkwise_backward, steps
 C = 32
 EXACT = 1e-13
 WIDTHS = ("none", "head", "channel")
-NAMES = ("q", "k", "v", "g", "beta", "erase", "initial_state")
+NAMES = ("q", "k", "v", "g", "beta", "erase_key", "initial_state")
 
 gates = pytest.mark.parametrize("gate", WIDTHS)
 rules = pytest.mark.parametrize("rule", RULES)
 
 
 def inputs(gate, rule, **options):
-    """q, k, v, g [B, T, H, 1 or K], beta, erase or None, initial state."""
+    """q, k, v, g [B, T, H, 1 or K], beta, erase_key or None, initial state."""
     options = {"B": 2, "T": 37, "H": 2, "HV": 2} | options
     x = member_inputs(gate, rule, **options)
     if gate == "head":
@@ -48,11 +48,11 @@ def same(x, ref, tolerance=EXACT):
             assert error <= tolerance, f"result {i}: {error:.1e}"
 
 
-def loop(q, k, v, g, beta, erase, S, *, scale=0.3):
+def loop(q, k, v, g, beta, erase_key, S, *, scale=0.3):
     g = torch.zeros_like(q[..., :1]) if g is None else g
     tokens = {"q": scale * q, "k": k, "v": v, "g": g}
     tokens |= {"beta": beta} if beta is not None else {}
-    tokens |= {"erase": erase} if erase is not None else {}
+    tokens |= {"erase_key": erase_key} if erase_key is not None else {}
 
     def step(S, *at_t):
         return steps.recurrence(S, **dict(zip(tokens, at_t, strict=True)))

@@ -58,7 +58,7 @@ def member_inputs(
         x["beta"] = torch.rand(B, T, HV)
     if rule == "erase":
         k = x["k"].repeat_interleave(HV // H, 2)
-        x["erase"] = torch.rand(B, T, HV, K) * k
+        x["erase_key"] = torch.rand(B, T, HV, K) * k
     wide = torch.promote_types(dtype, torch.float32)
     return {
         name: t.to(wide if name == "initial_state" else dtype)
@@ -72,7 +72,7 @@ def explicit(
     v: Tensor,
     g: Tensor | None = None,
     beta: Tensor | None = None,
-    erase: Tensor | None = None,
+    erase_key: Tensor | None = None,
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
@@ -98,8 +98,8 @@ def explicit(
                 if beta is not None:
                     correct = eye - beta[b, t, h] * torch.outer(k_t, k_t)
                     write = beta[b, t, h] * write
-                if erase is not None:
-                    e_t = erase[b, t, h * erase.shape[2] // HV]
+                if erase_key is not None:
+                    e_t = erase_key[b, t, h * erase_key.shape[2] // HV]
                     correct = eye - torch.outer(k_t, e_t)
                 S = correct @ forget @ S + torch.outer(k_t, write)
                 o.append(scale * (q_t @ S))

@@ -23,7 +23,7 @@ def drawn(gate, rule, edges, B, T, seed, dtype, device, **sizes) -> Tensors:
     x["dstate"] = torch.randn_like(x["initial_state"])
     if "g" in x:
         x["g"] /= T
-    narrow = "q", "k", "v", "erase", "do"
+    narrow = "q", "k", "v", "erase_key", "do"
     return {
         name: t.to(device, dtype if name in narrow else None)
         for name, t in x.items()

@@ -33,7 +33,7 @@ PRODUCTS = {
 }
 # The same for each result of a half precision call; fp32 has one for all.
 HALF = {"o": 5e-3, "state": 5e-3, "dq": 8e-3, "dk": 8e-3, "dv": 8e-3}
-HALF |= {"dinitial_state": 8e-3, "derase": 8e-3, "dg": 2e-2, "dbeta": 2e-2}
+HALF |= {"dinitial_state": 8e-3, "derase_key": 8e-3, "dg": 2e-2, "dbeta": 2e-2}
 
 
 def state_results(run, x, backend, use="both", **options):

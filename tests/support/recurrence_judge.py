@@ -171,10 +171,12 @@ class RoundedChunks(torch.autograd.Function):
         return tuple(x if x is None else next(found) for x in ctx.inputs[:7])
 
 
-def rounded_chunks(q, k, v, g=None, beta=None, erase=None, initial_state=None):
+def rounded_chunks(
+    q, k, v, g=None, beta=None, erase_key=None, initial_state=None
+):
     if g is not None and g.dim() == 1:
         g = g.expand(v.shape[:3])
-    return RoundedChunks.apply(q, k, v, g, beta, erase, initial_state)
+    return RoundedChunks.apply(q, k, v, g, beta, erase_key, initial_state)
 
 
 def judge_amplified(x):
@@ -227,4 +229,4 @@ def take_turns(*, T, K, length):
     """Two orthogonal keys, each of which erases what the other writes."""
     turns = torch.eye(K, dtype=torch.float64)[torch.arange(T) % 2]
     turns = turns[None, :, None]
-    return {"k": length * turns, "erase": turns.roll(1, 1)}
+    return {"k": length * turns, "erase_key": turns.roll(1, 1)}

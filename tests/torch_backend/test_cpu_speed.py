@@ -25,11 +25,11 @@ def small(member, B, T, H, D):
 
 
 def arguments(member, B, T, H, D):
-    """q, k, v, g, beta and erase, as a backend gets them."""
+    """q, k, v, g, beta and erase_key, as a backend gets them."""
     x = small(member, B, T, H, D)
     if "g" in x and x["g"].dim() == 1:
         x["g"] = x["g"].expand(B, T, H)
-    return [*map(x.get, ("q", "k", "v", "g", "beta", "erase"))]
+    return [*map(x.get, ("q", "k", "v", "g", "beta", "erase_key"))]
 
 
 @members

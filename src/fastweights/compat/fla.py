@@ -189,8 +189,8 @@ def _compute(name: str, x: Arguments) -> tuple[Tensor, Tensor | None]:
         and not needs_gradient(*tokens, state)
     ):
         state = state.clone()  # FLA leaves the one that it is given
-        q, k, v, g, beta, erase = tokens
-        named = {"g": g, "beta": beta, "erase": erase, "scale": x["scale"]}
+        q, k, v, g, beta, e = tokens
+        named = {"g": g, "beta": beta, "erase_key": e, "scale": x["scale"]}
         o = decode_step(q, k, v, state=state, **named)
     else:
         size = x.get("chunk_size")
@@ -198,7 +198,7 @@ def _compute(name: str, x: Arguments) -> tuple[Tensor, Tensor | None]:
             size = min(max(size, CHUNK_SIZES[0]), CHUNK_SIZES[-1])
         o, state = linear_recurrence(
             *tokens[:5],
-            erase=tokens[5],
+            erase_key=tokens[5],
             scale=x["scale"],
             initial_state=state,
             cu_seqlens=offsets,
@@ -214,16 +214,16 @@ def _compute(name: str, x: Arguments) -> tuple[Tensor, Tensor | None]:
 def _erase_operands(
     name: str, x: Arguments, q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Any
 ) -> tuple[list[Any], int]:
-    """q, k, v, g, beta and erase, of as many steps for each token."""
+    """q, k, v, g, beta and erase_key, of as many steps for each token."""
     if name.endswith("gdn2"):
         b, w = x["b"].to(q.dtype), x["w"].to(q.dtype)
-        v, erase = gated_deltanet2_operands(k, v, b, w)
-        return [q, k, v, g, None, erase], 1
+        v, erase_key = gated_deltanet2_operands(k, v, b, w)
+        return [q, k, v, g, None, erase_key], 1
     if name.endswith("comba"):
         p = x["p"].to(q.dtype)
         p = l2norm(p) if x["use_qk_l2norm_in_kernel"] else p
-        v, g, erase = comba_operands(v, p, g, beta)
-        return [q, k, v, g, None, erase], 1
+        v, g, erase_key = comba_operands(v, p, g, beta)
+        return [q, k, v, g, None, erase_key], 1
     if name.endswith("rwkv7"):
         # Diag(e^w) S + b a^T S, and then what k writes.
         g = clamp_gate(x["w"], q.dtype)

@@ -53,7 +53,7 @@ class DecodeMeta(NamedTuple):
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["T"])
 def decode_kernel(
     tokens,
-    erase,
+    erase_key,
     o,
     pool,
     decay_parameters,
@@ -70,7 +70,7 @@ def decode_kernel(
     first accepted[i_n], or all.
     ``strides`` lie between the ``tokens``, q, k, v, g and beta. With
     ``decay_parameters``, (A_log, dt_bias), the log decay is made of g here.
-    ``erase`` is the key [B, T, HV, K] that reads in place of k, and its
+    ``erase_key`` is the key [B, T, HV, K] that reads in place of k, and its
     stride.
 
     No tl.dot: the time goes where the state's bytes go, and the sums stay
@@ -130,8 +130,8 @@ def decode_kernel(
             b_g = load_vector(g + i_t * s_g + i_hv * K, o_k, K)  # [BK]
         if beta is not None:
             b_beta = tl.load(beta + i_t * s_beta + i_hv).to(tl.float32)
-        if erase is not None:
-            e, s_e = erase
+        if erase_key is not None:
+            e, s_e = erase_key
             b_e = load_vector(e + i_t * s_e + i_hv * K, o_k, K)  # [BK]
         b_k, b_q = b_k.to(tl.float32), b_q.to(tl.float32)
         b_new = b_new.to(tl.float32)
@@ -151,16 +151,16 @@ def decode_kernel(
             )
             b_rk, b_rq = tl.rsqrt(b_kk + 1e-6), tl.rsqrt(b_qq + 1e-6)
             b_k, b_q, b_kq = b_k * b_rk, b_q * b_rq, b_kq * b_rk * b_rq
-        elif beta is not None or erase is not None:
+        elif beta is not None or erase_key is not None:
             b_kq = tl.sum(b_k * b_q)
         b_k, b_q = b_k[:, None], b_q[:, None]  # [BK, 1]
         if META.GATE_WIDTH > 0:
             b_decay = tl.exp(b_g)
             b_S *= b_decay[:, None] if META.GATE_WIDTH > 1 else b_decay
-        if beta is not None or erase is not None:
+        if beta is not None or erase_key is not None:
             # What is found and what q reads before the write, in one exchange
             # between the warps.
-            b_read = b_k if erase is None else b_e.to(tl.float32)[:, None]
+            b_read = b_k if erase_key is None else b_e.to(tl.float32)[:, None]
             b_found, b_o = tl.reduce((b_S * b_read, b_S * b_q), 0, add_pairs)
             b_new = b_new - b_found  # [BV]
             if beta is not None:
@@ -205,7 +205,7 @@ def decode(
     rows: Tensor | None,
     scale: float,
     *,
-    erase: Tensor | None = None,
+    erase_key: Tensor | None = None,
     accepted: Tensor | None = None,
     normalize: bool = False,
     decay_parameters: tuple[Tensor, Tensor] | None = None,
@@ -226,8 +226,8 @@ def decode(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     q, k, v = _evenly_strided(q), _evenly_strided(k), _evenly_strided(v)
-    g, beta, erase = (
-        None if x is None else _evenly_strided(x) for x in (g, beta, erase)
+    g, beta, e = (
+        None if x is None else _evenly_strided(x) for x in (g, beta, erase_key)
     )
     S = state.contiguous()
     o = v.new_empty(v.shape)
@@ -253,7 +253,7 @@ def decode(
     with torch.cuda.device_of(q):
         decode_kernel[(B * HV * triton.cdiv(V, BV),)](
             (q, k, v, g, beta),
-            None if erase is None else (erase, _token_stride(erase)),
+            None if e is None else (e, _token_stride(e)),
             o,
             (S, rows, accepted),
             decay_parameters,

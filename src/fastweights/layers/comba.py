@@ -113,9 +113,9 @@ class Comba(Layer):
         p = k if self.unit_p else share * k
         a, b = self.ab_proj(x).chunk(2, -1)
         g, beta = self.decay(a), write_strength(b, False)
-        v, g, erase = comba_operands(v, p, g, beta)
+        v, g, erase_key = comba_operands(v, p, g, beta)
         o, S = run_recurrence(
-            q, k, v, g, erase=erase, state=state, cu_seqlens=cu_seqlens
+            q, k, v, g, erase_key=erase_key, state=state, cu_seqlens=cu_seqlens
         )
         y = self.o_proj(self.norm(o, self.g_proj(x)))
         return y, LayerState(S=S, convolution=past)

@@ -103,10 +103,10 @@ class GatedDeltaNet2(Layer):
         g = self.decay(self.f_proj(x)).view(k.shape)
         b = write_strength(self.b_proj(x), self.allow_neg_eigval).view(k.shape)
         w = write_strength(self.w_proj(x), False).view(v.shape)
-        v, erase = gated_deltanet2_operands(k, v, b, w)
+        v, erase_key = gated_deltanet2_operands(k, v, b, w)
         g = per_value_head(g, v.shape[2])
         o, S = run_recurrence(
-            q, k, v, g, erase=erase, state=state, cu_seqlens=cu_seqlens
+            q, k, v, g, erase_key=erase_key, state=state, cu_seqlens=cu_seqlens
         )
         y = self.o_proj(self.norm(o, self.g_proj(x)))
         return y, LayerState(S=S, convolution=past)

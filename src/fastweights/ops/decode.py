@@ -68,7 +68,7 @@ def decode_step(
     state: Float[Tensor, "N HV K V"],
     g: Float[Tensor, " ..."] | None = None,
     beta: Float[Tensor, "B T HV"] | None = None,
-    erase: Float[Tensor, "B T _ K"] | None = None,
+    erase_key: Float[Tensor, "B T _ K"] | None = None,
     rows: Rows | None = None,
     accepted: Int[Tensor, " B"] | None = None,
     scale: float | None = None,
@@ -79,19 +79,20 @@ def decode_step(
     What continues a member that was called without a scale; with one, pass
     the same. phi is its feature map, if it has one; logits are fp32;
     retnet_decay is what retention takes unless it is given a g, with
-    dtype=torch.float64 if q is that. g, beta and erase go by name: members
+    dtype=torch.float64 if q is that. g, beta and erase_key go by name: members
     differ in which of them they have. beta_ is beta[..., None], and g_
     likewise.
 
-        linear_attention     phi(q), phi(k), v
-        retention            q, k, v, g=retnet_decay(HV)
-        gated_retention      q, k, v, g=logsigmoid(logits) / temperature
-        mamba2               q, k, v, g=g, scale=1.0
-        gla                  q, k, v, g=g
-        deltanet             q, k, v, beta=beta
-        gated_deltanet, kda  q, k, v, g=g, beta=beta
-        gated_deltanet2      q, k, w * v, g=g, erase=b * k
-        comba                q, k, beta_ * v, g=g, erase=beta_ * exp(-g_) * p
+        linear_attention  phi(q), phi(k), v
+        retention         q, k, v, g=retnet_decay(HV)
+        gated_retention   q, k, v, g=logsigmoid(logits) / temperature
+        mamba2            q, k, v, g=g, scale=1.0
+        gla               q, k, v, g=g
+        deltanet          q, k, v, beta=beta
+        gated_deltanet    q, k, v, g=g, beta=beta
+        kda               q, k, v, g=g, beta=beta
+        gated_deltanet2   q, k, w * v, g=g, erase_key=b * k
+        comba             q, k, beta_ * v, g=g, erase_key=beta_ * exp(-g_) * p
 
     mlstm, linear_attention with normalize and selective_scan do more than the
     recurrence: :mod:`fastweights.serving` has their steps.
@@ -99,7 +100,7 @@ def decode_step(
         o = fw.decode_step(q, k, v, g=g, beta=beta, state=state)
 
     Args:
-        q, k, v, g, beta, erase, scale: as in linear_recurrence, T <= 16.
+        q, k, v, g, beta, erase_key, scale: as in linear_recurrence, T <= 16.
         state: [B, HV, K, V] fp32 (fp64 if q is), the state before the first
             of the tokens. It is updated in place, to the one after the
             last; it need not be contiguous, and may come from
@@ -121,8 +122,8 @@ def decode_step(
 
     Returns:
         o [B, T, HV, V] in v's dtype. Arithmetic is in fp32 (fp64 if q is),
-        under autocast too, which rounds q, k, v and erase on their way in and
-        nothing else. No gradients.
+        under autocast too, which rounds q, k, v and erase_key on their way in
+        and nothing else. No gradients.
 
     Raises:
         TypeError: an argument is of the wrong type or dtype, or g or beta
@@ -133,16 +134,16 @@ def decode_step(
     """
     refuse_ranks("decode_step")
     q, k, v = cast_for_autocast(q, k, v)
-    if erase is not None:
-        (erase,) = cast_for_autocast(erase)
-    operands = Operands(q, k, v, g, beta, erase, state)
+    if erase_key is not None:
+        (erase_key,) = cast_for_autocast(erase_key)
+    operands = Operands(q, k, v, g, beta, erase_key, state)
     _check(operands, rows, scale, backend)
-    if erase is not None:
-        erase = per_value_head(erase, v.shape[2])
+    if erase_key is not None:
+        erase_key = per_value_head(erase_key, v.shape[2])
     if accepted is not None:
         check_accepted("accepted", accepted, q=q)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    tensors = (q, k, v, g, beta, erase, state, rows, accepted)
+    tensors = (q, k, v, g, beta, erase_key, state, rows, accepted)
     if torch.compiler.is_compiling():
         return DECODE(*tensors, scale, backend)
     step = skip_dispatcher(DECODE, _decode, tensors)
@@ -254,7 +255,7 @@ def _decode(
     v: Tensor,
     g: Tensor | None,
     beta: Tensor | None,
-    erase: Tensor | None,
+    erase_key: Tensor | None,
     state: Tensor,
     rows: Tensor | None,
     accepted: Tensor | None,
@@ -267,12 +268,12 @@ def _decode(
 
         record_run("triton decode")
         given = q, k, v, g, beta, state, rows, scale
-        return decode(*given, erase=erase, accepted=accepted)
+        return decode(*given, erase_key=erase_key, accepted=accepted)
     record_run("loop forward")
     if g is not None and g.dim() == 1:
         g = g.expand(v.shape[:3])
     with without_autocast(q):
-        x = torch_backend.widen(q, k, v, g, beta, erase)
+        x = torch_backend.widen(q, k, v, g, beta, erase_key)
         # All sequences, those without a row as well: nothing here waits for
         # the device, or depends on how many there are of them.
         S = state if rows is None else state[clamp_rows(rows, state)]
@@ -288,7 +289,7 @@ def _decode(
 
 DECODE = register(
     "decode_step(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
-    "Tensor? erase, Tensor(a!) state, Tensor? rows, Tensor? accepted, "
+    "Tensor? erase_key, Tensor(a!) state, Tensor? rows, Tensor? accepted, "
     "float scale, str backend) -> Tensor",
     _decode,
     lambda q, k, v, *_: v.new_empty(v.shape),

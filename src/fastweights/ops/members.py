@@ -426,16 +426,16 @@ def gated_deltanet2(
     check_dim("g", g, 4, "[B, T, HV, K]")
     check_strength("b", b, q, g.shape, k.shape)
     check_strength("w", w, q, v.shape)
-    written, erase = gated_deltanet2_operands(k, v, b, w)
-    return linear_recurrence(q, k, written, g, erase=erase, **options)
+    written, erase_key = gated_deltanet2_operands(k, v, b, w)
+    return linear_recurrence(q, k, written, g, erase_key=erase_key, **options)
 
 
 def gated_deltanet2_operands(
     k: Keys, v: Values, b: Float[Tensor, "B T _ K"], w: Values
 ) -> tuple[Values, Float[Tensor, "B T _ K"]]:
-    """The v and erase of Gated DeltaNet-2's recurrence."""
-    erase = (b * per_value_head(k, b.shape[2])).to(k.dtype)
-    return (w * v).to(v.dtype), erase
+    """The v and erase_key of Gated DeltaNet-2's recurrence."""
+    erase_key = (b * per_value_head(k, b.shape[2])).to(k.dtype)
+    return (w * v).to(v.dtype), erase_key
 
 
 @member
@@ -452,7 +452,7 @@ def comba(
 
     Comba (Hu et al. 2025): Gated DeltaNet in which another key, p, a fraction
     of k in the paper, reads what is erased, from the state before the decay.
-    That is ``erase`` with beta e^{-g} p. A decay below e^-40, or in fp16
+    That is ``erase_key`` with beta e^{-g} p. A decay below e^-40, or in fp16
     below e^-10, of which the dtype keeps nothing, counts as that.
 
     Args:
@@ -464,17 +464,18 @@ def comba(
     check_dim("g", g, 3, "[B, T, HV]")
     check_dim("beta", beta, 3, "[B, T, HV]")
     check_strength("p", p, q, (*g.shape, k.shape[3]), k.shape)
-    written, g, erase = comba_operands(v, p, g, beta)
-    return linear_recurrence(q, k, written, g, erase=erase, **options)
+    written, g, erase_key = comba_operands(v, p, g, beta)
+    return linear_recurrence(q, k, written, g, erase_key=erase_key, **options)
 
 
 def comba_operands(
     v: Values, p: Float[Tensor, "B T _ K"], g: PerHead, beta: PerHead
 ) -> tuple[Values, PerHead, PerChannel]:
-    """The v, g and erase of Comba's recurrence."""
+    """The v, g and erase_key of Comba's recurrence."""
     g, beta = clamp_gate(g, v.dtype), beta.to(compute_dtype(v.dtype))
-    erase = _ScaleRows.apply(per_value_head(p, v.shape[2]), beta * (-g).exp())
-    return _ScaleRows.apply(v, beta), g, erase
+    strength = beta * (-g).exp()
+    erase_key = _ScaleRows.apply(per_value_head(p, v.shape[2]), strength)
+    return _ScaleRows.apply(v, beta), g, erase_key
 
 
 class _ScaleRows(torch.autograd.Function):

@@ -6,7 +6,7 @@
     o_t = scale * S_t^T q_t
 
 The first line is the delta rule, the second the additive rule (beta None),
-and in the third another key, ``erase``, reads what is erased.
+and in the third another key, ``erase_key``, reads what is erased.
 
 A call goes this way, as far as the kernels:
 
@@ -44,7 +44,7 @@ def linear_recurrence(
     g: Float[Tensor, " ..."] | None = None,
     beta: Float[Tensor, "B T HV"] | None = None,
     *,
-    erase: Float[Tensor, "B T _ K"] | None = None,
+    erase_key: Float[Tensor, "B T _ K"] | None = None,
     scale: float | None = None,
     initial_state: Float[Tensor, "N HV K V"] | None = None,
     cu_seqlens: Int[Tensor, " N+1"] | None = None,
@@ -64,8 +64,8 @@ def linear_recurrence(
             step. fp32 or q's dtype. None: nothing is forgotten.
         beta: [B, T, HV] write strength of the delta rule, fp32 or q's
             dtype. None: the additive rule (which is not beta = 1).
-        erase: [B, T, HV, K] or [B, T, H, K], q's dtype: the key that reads
-            what is erased, with its strength, while k writes, and v has the
+        erase_key: [B, T, HV, K] or [B, T, H, K], q's dtype: the key that reads
+            what is erased, times its strength, while k writes, and v has the
             strength of the writing. beta k with beta v is the delta rule of
             beta, which is then not given. Stability says what may grow.
         scale: factor on the outputs; K**-0.5 if None.
@@ -109,14 +109,14 @@ def linear_recurrence(
         "high" and "medium", else to fp32 accuracy (as always for K > 128).
         With a gate per channel in half precision a step lets at least 2^-29
         of a channel through to the next 7 tokens, unless its chunk decays by
-        2^-8192. Autocast rounds q, k, v and erase on their way in and nothing
-        else. Two runs give the same bits.
+        2^-8192. Autocast rounds q, k, v and erase_key on their way in and
+        nothing else. Two runs give the same bits.
 
     Stability:
         Where 0 <= beta |k|^2 <= 2 no step of the delta rule amplifies what is
-        in the state. With ``erase`` a step multiplies it by I - k e^T, which
-        has the eigenvalue 1 - e.k, and with e parallel to k and e.k from 0 to
-        2 lengthens nothing. With e = b k, |k| = 1 and a strength b from 0 to
+        in the state. An ``erase_key`` e multiplies it by I - k e^T, which has
+        the eigenvalue 1 - e.k, and with e parallel to k and e.k from 0 to 2
+        lengthens nothing. With e = b k, |k| = 1 and a strength b from 0 to
         1 per channel the eigenvalue is between 0 and 1, but the matrix may
         lengthen a state: by a factor of 2 / sqrt(3) = 1.155 at most, where b
         is 1 in channels that have a third of |k|^2, and 0 in the others.
@@ -135,9 +135,9 @@ def linear_recurrence(
     Shard(2) of what has tokens, Shard(1) of the states.
     """
     q, k, v = cast_for_autocast(q, k, v)
-    if erase is not None:
-        (erase,) = cast_for_autocast(erase)
-    operands = Operands(q, k, v, g, beta, erase, initial_state, cu_seqlens)
+    if erase_key is not None:
+        (erase_key,) = cast_for_autocast(erase_key)
+    operands = Operands(q, k, v, g, beta, erase_key, initial_state, cu_seqlens)
     if (ranks := current_ranks()) is None:
         return local_recurrence(operands, scale, chunk_size, backend)
     return recurrence_over_ranks(ranks, operands, scale, chunk_size, backend)

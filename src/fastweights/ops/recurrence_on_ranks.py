@@ -58,12 +58,12 @@ def recurrence_over_ranks(
     check_arguments(operands, scale=scale, chunk_size=chunk_size, min_tokens=0)
     check_backend(backend)
     T = operands.q.shape[1]
-    q, k, v, g, beta, erase, initial_state, cu_seqlens = with_a_token(
+    q, k, v, g, beta, erase_key, initial_state, cu_seqlens = with_a_token(
         *operands
     )
     if g is not None and g.dim() == 1:
         g = (min(T, 1) * g).expand(v.shape[:3])
-    tokens = q, k, v, g, beta, erase
+    tokens = q, k, v, g, beta, erase_key
     states = copy_states(q, state_shape(q, v), initial_state, cu_seqlens)
     if recurrence_backend(backend, q) == "triton":
         shard: Any = None  # nothing is to be looked up in it
@@ -82,11 +82,11 @@ def recurrence_over_ranks(
     states = shard.initial_states(states)
 
     def run(v: Tensor, states: Tensor, offsets: Tensor | None) -> Any:
-        operands = Operands(q, k, v, g, beta, erase, states, offsets)
+        operands = Operands(q, k, v, g, beta, erase_key, states, offsets)
         return local_recurrence(operands, scale, chunk_size, backend)
 
     run_v = functools.partial(run, v)
-    if beta is None and erase is None:
+    if beta is None and erase_key is None:
         decay = total_decay(g, q)
         o, state = run_additive_over_ranks(shard, run_v, states, decay)
         return o[:, :T], state
@@ -136,11 +136,11 @@ def _forward(operands: Operands, options: OperatorOptions) -> Results:
 
 
 def _fake(operands: Operands, options: OperatorOptions) -> Results:
-    q, _, v, _, beta, erase, initial_state, cu_seqlens = operands
+    q, _, v, _, beta, erase_key, initial_state, cu_seqlens = operands
     assert initial_state is not None
     saved = backend_module("triton").empty_saved(operands, options, True)
     rows, K = initial_state.shape[0] if cu_seqlens is None else 1, q.shape[-1]
-    width = 1 if beta is None and erase is None else K
+    width = 1 if beta is None and erase_key is None else K
     row = rows, v.shape[2], K, width + v.shape[3]
     size = _ranks().size if gathers_maps(_ranks(), options.invariant) else 1
     maps = initial_state.new_empty(size, *row)

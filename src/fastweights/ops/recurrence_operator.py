@@ -63,7 +63,7 @@ def prepare_call(
     """The operands and options of a call, as an operator takes them."""
     # Views of a wider tensor are copied once, not in forward and backward.
     contiguous = [None if x is None else x.contiguous() for x in operands]
-    q, k, v, g, beta, erase, *states = Operands._make(contiguous)
+    q, k, v, g, beta, erase_key, *states = Operands._make(contiguous)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     options = OperatorOptions(
         scale=scale,
@@ -74,9 +74,9 @@ def prepare_call(
     if g is not None and g.dim() == 1:
         # Widened before it is repeated, it gathers its gradient so.
         g = g.to(compute_dtype(q.dtype)).expand(v.shape[:3])
-    if erase is not None:
-        erase = per_value_head(erase, v.shape[2])
-    return Operands(q, k, v, g, beta, erase, *states), options
+    if erase_key is not None:
+        erase_key = per_value_head(erase_key, v.shape[2])
+    return Operands(q, k, v, g, beta, erase_key, *states), options
 
 
 @functools.cache
@@ -145,7 +145,7 @@ def make_operator(
     return Operator(
         name,
         "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
-        "Tensor? erase, Tensor? initial_state, Tensor? cu_seqlens",
+        "Tensor? erase_key, Tensor? initial_state, Tensor? cu_seqlens",
         "float scale, int chunk_size, str backend, bool invariant",
         "Tensor o, Tensor state, Tensor[] saved",
         num_hidden=1,

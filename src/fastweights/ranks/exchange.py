@@ -73,7 +73,7 @@ class Exchange:
 
     def forward(
         self,
-        passing: StatePassing[Tensor],
+        passing: StatePassing,
         launch_compose: LaunchWith,
         launch_meanwhile: Callable[[], None],
         launch_add_arriving: LaunchWith,
@@ -104,7 +104,7 @@ class Exchange:
 
     def backward(
         self,
-        passing: StatePassing[Tensor],
+        passing: StatePassing,
         launch_compose: LaunchWith,
         launch_meanwhile: Callable[[], None],
         launch_add_arriving: LaunchWith,
@@ -151,7 +151,7 @@ class Exchange:
 
     def compose_all(
         self,
-        passing: StatePassing[Tensor],
+        passing: StatePassing,
         launch_compose: LaunchWith,
         state: Tensor,
         order: range,

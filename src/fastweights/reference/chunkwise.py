@@ -247,15 +247,15 @@ def erasing_chunks(
     v: Float[Tensor, "B T H V"],
     g: Float[Tensor, "B T H DG"] | None,
     beta: Float[Tensor, "B T H"] | None,
-    erase: Float[Tensor, "B T H K"] | None,
+    erase_key: Float[Tensor, "B T H K"] | None,
     chunk_size: int,
 ) -> tuple[Keys, Keys, Values, Gates | None, Keys | None]:
     """q, k, v, g and e in chunks; beta is in v and, with k, in e."""
     if beta is not None:
-        erase, v = beta[..., None] * k, beta[..., None] * v
+        erase_key, v = beta[..., None] * k, beta[..., None] * v
     q, k, v = (to_chunks(x, chunk_size) for x in (q, k, v))
     g, e = (
-        None if x is None else to_chunks(x, chunk_size) for x in (g, erase)
+        None if x is None else to_chunks(x, chunk_size) for x in (g, erase_key)
     )
     return q, k, v, g, e
 
@@ -266,7 +266,7 @@ def chunkwise(
     v: Float[Tensor, "B T H V"],
     g: Float[Tensor, "B T H DG"] | None,
     beta: Float[Tensor, "B T H"] | None = None,
-    erase: Float[Tensor, "B T H K"] | None = None,
+    erase_key: Float[Tensor, "B T H K"] | None = None,
     *,
     scale: float,
     initial_state: State,
@@ -279,7 +279,7 @@ def chunkwise(
         v,
         g,
         beta,
-        erase,
+        erase_key,
         scale=scale,
         initial_state=initial_state,
         chunk_size=chunk_size,
@@ -293,7 +293,7 @@ def chunkwise_forward(
     v: Float[Tensor, "B T H V"],
     g: Float[Tensor, "B T H DG"] | None,
     beta: Float[Tensor, "B T H"] | None = None,
-    erase: Float[Tensor, "B T H K"] | None = None,
+    erase_key: Float[Tensor, "B T H K"] | None = None,
     *,
     scale: float,
     initial_state: State | None,
@@ -305,7 +305,7 @@ def chunkwise_forward(
     for their size; it computes the gates' running sums and the states again.
     An initial_state of None is an empty one.
     """
-    q, k, v, g, e = erasing_chunks(q, k, v, g, beta, erase, chunk_size)
+    q, k, v, g, e = erasing_chunks(q, k, v, g, beta, erase_key, chunk_size)
     G, Aqk, P = intra(q, k, g, e)
     if initial_state is None and q.shape[1] == 1:
         o, S = scan_one(k, v, g, Aqk, P, scale=scale)

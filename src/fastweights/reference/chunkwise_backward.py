@@ -261,7 +261,7 @@ def chunkwise_backward(
     v: Float[Tensor, "B T H V"],
     g: Float[Tensor, "B T H DG"] | None,
     beta: Float[Tensor, "B T H"] | None,
-    erase: Float[Tensor, "B T H K"] | None = None,
+    erase_key: Float[Tensor, "B T H K"] | None = None,
     *,
     do: Float[Tensor, "B T H V"],
     dS: State | None,
@@ -271,7 +271,7 @@ def chunkwise_backward(
     Aqk: Square | None = None,
     P: Square | None = None,
 ) -> tuple[Any, ...]:
-    """dq, dk, dv, dg, dbeta, derase and the initial state's gradient.
+    """dq, dk, dv, dg, dbeta, derase_key and the initial state's gradient.
 
     initial_state None is an empty one, dS None a gradient of zeros; with
     both None, the initial state's gradient may be None too.
@@ -281,7 +281,7 @@ def chunkwise_backward(
     kernels: kept, they would be K V numbers per chunk.
     """
     T, keys, values = q.shape[1], k, v
-    q, k, v, g, e = erasing_chunks(q, k, v, g, beta, erase, chunk_size)
+    q, k, v, g, e = erasing_chunks(q, k, v, g, beta, erase_key, chunk_size)
     do = to_chunks(scale * do, chunk_size)
     if Aqk is None:
         G, Aqk, P = intra(q, k, g, e)

@@ -149,19 +149,19 @@ def recurrence(
     v: Value,
     g: Float[Tensor, "*lead DG"] | None = None,
     beta: PerHead | None = None,
-    erase: Key | None = None,
+    erase_key: Key | None = None,
 ) -> tuple[State, Value]:
     """One step of the whole family: forget if g, correct if beta.
 
     g is [..., 1] for a gate per head and [..., K] for a gate per key channel.
-    With ``erase`` another key than k reads what is erased, and both keys'
-    strengths are in erase and v: beta is ``erase = beta k`` and ``beta v``.
+    With ``erase_key`` another key than k reads what is erased, and both keys'
+    strengths are in erase_key and v: for beta they are beta k and beta v.
     """
     if g is not None:
         S = g.exp()[..., None] * S
     new = v if beta is None else beta[..., None] * (v - read(S, k))
-    if erase is not None:
-        new = v - read(S, erase)
+    if erase_key is not None:
+        new = v - read(S, erase_key)
     S = S + outer(k, new)
     return S, read(S, q)
 

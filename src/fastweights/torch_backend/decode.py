@@ -21,7 +21,7 @@ def widen(
     v: Tensor,
     g: Tensor | None,
     beta: Tensor | None,
-    erase: Tensor | None = None,
+    erase_key: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """The inputs in fp32 or fp64, key heads repeated, gates [B,T,HV,DG]."""
     dtype, HV = compute_dtype(q.dtype), v.shape[2]
@@ -29,8 +29,8 @@ def widen(
     q, k = per_value_head(q, HV), per_value_head(k, HV)
     if g is not None:
         g = g.to(dtype) if g.dim() == 4 else g.to(dtype)[..., None]
-    beta, erase = (None if x is None else x.to(dtype) for x in (beta, erase))
-    return q, k, v, g, beta, erase
+    beta, e = (None if x is None else x.to(dtype) for x in (beta, erase_key))
+    return q, k, v, g, beta, e
 
 
 def decode(
@@ -43,7 +43,7 @@ def decode(
     if accepted is None:
         return advance(S, *tokens, scale=scale)
     o = advance(S.clone(), *tokens, scale=scale)
-    q, k, v, g, beta, erase = tokens
+    q, k, v, g, beta, e = tokens
     token = torch.arange(q.shape[1], device=S.device)
     taken = (token < accepted[:, None])[..., None]  # [N, T, 1]
     taken_channels = taken[..., None]
@@ -51,8 +51,8 @@ def decode(
     k, v = k.where(taken_channels, 0), v.where(taken_channels, 0)
     g = None if g is None else g.where(taken_channels, 0)
     beta = None if beta is None else beta.where(taken, 0)
-    erase = None if erase is None else erase.where(taken_channels, 0)
-    advance(S, q, k, v, g, beta, erase, scale=scale)
+    e = None if e is None else e.where(taken_channels, 0)
+    advance(S, q, k, v, g, beta, e, scale=scale)
     return o
 
 
@@ -63,7 +63,7 @@ def advance(
     v: Float[Tensor, "N T HV V"],
     g: Float[Tensor, "N T HV DG"] | None,
     beta: Float[Tensor, "N T HV"] | None,
-    erase: Float[Tensor, "N T HV K"] | None,
+    erase_key: Float[Tensor, "N T HV K"] | None,
     *,
     scale: float,
 ) -> Float[Tensor, "N T HV V"]:
@@ -77,17 +77,17 @@ def advance(
     decay = None if g is None else g.exp()
     outputs = []
     for t in range(T):
-        step: list[Any] = [q, k, v, decay, beta, erase]
+        step: list[Any] = [q, k, v, decay, beta, erase_key]
         if T > 1:
             step = [None if x is None else x[:, t : t + 1] for x in step]
         step = [None if x is None else x.reshape(N * HV, 1, -1) for x in step]
-        q_t, k_t, v_t, decay_t, beta_t, erase_t = step
+        q_t, k_t, v_t, decay_t, beta_t, e_t = step
         if decay_t is not None:
             S.mul_(decay_t.mT)
         if beta_t is not None:
             v_t = torch.baddbmm(v_t, k_t, S, alpha=-1).mul_(beta_t)
-        if erase_t is not None:
-            v_t = torch.baddbmm(v_t, erase_t, S, alpha=-1)
+        if e_t is not None:
+            v_t = torch.baddbmm(v_t, e_t, S, alpha=-1)
         S.addcmul_(k_t.mT, v_t)
         # With beta = 0 its first argument is not read.
         o = torch.baddbmm(v_t, q_t, S, beta=0, alpha=scale)

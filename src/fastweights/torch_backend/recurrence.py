@@ -58,15 +58,15 @@ def pieces(
 
 def loop(operands: Operands, scale: float) -> tuple[Tensor, Tensor]:
     """One token at a time, with the gradients that autograd finds."""
-    q, k, v, g, beta, erase, initial_state, cu_seqlens = operands
+    q, k, v, g, beta, erase_key, initial_state, cu_seqlens = operands
     if cu_seqlens is not None and cu_seqlens.is_meta:
         raise ValueError(
             "cu_seqlens: got a tensor on the device meta, need one with "
             'values, which backend="loop" reads'
         )
     g = torch.zeros_like(v[..., 0]) if g is None else g
-    names = ("q", "k", "v", "g", "beta", "erase")
-    wide = zip(names, widen(q, k, v, g, beta, erase), strict=True)
+    names = ("q", "k", "v", "g", "beta", "erase_key")
+    wide = zip(names, widen(q, k, v, g, beta, erase_key), strict=True)
     tokens = {name: x for name, x in wide if x is not None}
     tokens["q"] = scale * tokens["q"]
 
@@ -95,12 +95,12 @@ def empty_saved(operands: Operands, options: OperatorOptions) -> list[Tensor]:
     tensors, but empty, so that a graph for any T is one for T = 1. Another
     backend may keep more, in sizes that follow from g and cu_seqlens.
     """
-    q, _, v, _, beta, erase, *_ = operands
+    q, _, v, _, beta, erase_key, *_ = operands
     B, T, HV = v.shape[:3]
     single_token = T == 1 and not options.invariant
     width = 0 if single_token else torch.sym_min(options.chunk_size, T)
     shape = (B, HV, T, width)  # a head's rows together
-    number = 1 if beta is None and erase is None else 2
+    number = 1 if beta is None and erase_key is None else 2
     return [
         q.new_empty(shape, dtype=compute_dtype(q.dtype)) for _ in range(number)
     ]
@@ -147,7 +147,7 @@ def backward(
     saved: list[Tensor],
     options: OperatorOptions,
 ) -> list[Tensor]:
-    """Gradients of q, k, v and of g, beta, erase, initial_state where given.
+    """Gradients of q, k, v and, if given, g, beta, erase_key, initial_state.
 
     Each has its input's shape and dtype. do or dstate is None where nothing
     depends on that output.

@@ -92,7 +92,7 @@ MEMBERS = {
     "rwkv7": ("channel", False),
 }
 ERASE = ("comba", "gated_deltanet2", "rwkv7")
-"""Erase by a key of their own, which decode_step takes as ``erase``; rwkv7
+"""Erase by a key of their own, which decode_step takes as ``erase_key``; rwkv7
 takes two steps per token, by the arguments of flash-linear-attention."""
 # mild forgetting, half of it after some 14 steps; next to none, so that
 # nothing may be skipped; strong, half at every step; and as the layers of
@@ -188,8 +188,8 @@ def work(member: str, shape: Shape) -> tuple[int, int]:
     moved += size * HV * V * (member == "gated_deltanet2")
     moved += size * H * K * (member == "rwkv7")  # a and b
     q, v, beta = (B, T, H, K), (B, T, HV, V), (B, T, HV) if delta else None
-    erase = q if member in ERASE else None
-    shapes = Operands._make([q, q, v, None, beta, erase, None, None])
+    erase_key = q if member in ERASE else None
+    shapes = Operands._make([q, q, v, None, beta, erase_key, None, None])
     options = OperatorOptions(scale=1.0, chunk_size=CHUNK)
     flops = chunk_flops(shapes, options)
     return B * T * moved, flops

@@ -40,7 +40,7 @@ def kind_of(
     (B, T, H, K), (_, _, HV, V) = q.shape, v.shape
     heads = H, HV, K, V = int(H), int(HV), int(K), int(V)
     gate_width = 0 if g is None else 1 if g.dim() == 3 else K
-    erases = tensors.erase is not None
+    erases = tensors.erase_key is not None
     delta = erases or tensors.beta is not None
     rule = gate_width, delta, options.chunk_size, dot_precision(q.dtype, K)
     kind = CallKind(gpu_of(q.device), q.dtype, *heads, *rule, erases, on_ranks)
@@ -135,7 +135,7 @@ def backward(
     options: OperatorOptions,
     exchange: ExchangeStates | None = None,
 ) -> list[Tensor]:
-    """Gradients of q, k, v and of g, beta, erase, initial_state where given.
+    """Gradients of q, k, v and, if given, g, beta, erase_key, initial_state.
 
     Each has its input's dtype. do or dstate is None where nothing depends on
     that output.

@@ -19,9 +19,9 @@ def add_scores(
     """Add a tile's part of the scores in m_A: to b_Aqk, and to b_Aek.
 
     That is (q b_row) (k b_col)^T and (e b_row) (k b_col)^T, where keys are one
-    tile of q, k and e, [BT, BK]; e is the key that reads, erase, or without it
-    k. Only the delta rule has Aek. Factors b_row and b_col are [BT, BK], the
-    two sums [BT, BT].
+    tile of q, k and e, [BT, BK]; e is the key that reads, erase_key or without
+    it k. Only the delta rule has Aek. Factors b_row and b_col are [BT, BK],
+    the two sums [BT, BT].
     """
     PRECISION: tl.constexpr = META.PRECISION
     b_Aqk, b_Aek = sums
@@ -97,7 +97,7 @@ def intra_fwd_kernel(
     Delta rule: R, with which the inverse of I + Diag(beta) Aek is
     I + Diag(beta) R, and that of I + Aek Diag(beta) is I + R Diag(beta); and
     beta as a row in fp32, row_beta. Aek and k_in are of the key that reads:
-    k, or ``erase`` [T, HV, K], with which beta is 1.
+    k, or ``erase_key`` [T, HV, K], with which beta is 1.
 
     Gates are running sums G, in log2 units, and total is a chunk's, G_C. The
     chunk is seen from the point p where half of its decay is done, G_p =
@@ -154,7 +154,7 @@ def intra_fwd_kernel(
     for i_k in range(NK):
         b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
         if ERASE:
-            b_e = tile.load_rows(inputs.erase, rows, i_k, HV_KEYS)
+            b_e = tile.load_rows(inputs.e, rows, i_k, HV_KEYS)
             if PER_HEAD:
                 b_ee += tl.sum(b_e.to(tl.float32) * b_e, axis=1)
                 b_kk += tl.sum(b_k.to(tl.float32) * b_k, axis=1)
@@ -269,7 +269,7 @@ def intra_unfactorable_kernel(
         b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
         b_e = b_k
         if META.ERASE:
-            b_e = tile.load_rows(inputs.erase, rows, i_k, HV_KEYS)  # [BT, BK]
+            b_e = tile.load_rows(inputs.e, rows, i_k, HV_KEYS)  # [BT, BK]
         b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
         keys = b_q, b_k, b_e
         sums = add_scores_by_level(sums, keys, b_high, b_low, mark, META)

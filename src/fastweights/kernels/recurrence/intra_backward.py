@@ -85,7 +85,7 @@ def store_dbeta(dbeta, b_dAek, b_beta, rows, i_k, META: tl.constexpr):
 def intra_bwd_kernel(
     g, qk, decays, marks, scan_results, grads, call, META: tl.constexpr
 ):
-    """One chunk and key tile of one key head: dq, dk, dg, dbeta, derase.
+    """One chunk and key tile of one key head: dq, dk, dg, dbeta, de.
 
     It reads the states that enter the chunks, h, and the gradients of those
     that leave them, dh. u is v, or for the delta rule the errors, of which
@@ -244,7 +244,7 @@ def intra_bwd_kernel(
         b_dq += b_dq_hv
         b_dk += b_dk_hv + b_dk_scores
         if ERASE:
-            tile.store_rows(grads.derase, b_de, rows, i_k, HV_KEYS)
+            tile.store_rows(grads.de, b_de, rows, i_k, HV_KEYS)
         elif DELTA:
             b_dk += b_de
 
@@ -289,7 +289,7 @@ def add_grads(
 ):
     """Add to sums what passes through the scores in m_A, with their factors.
 
-    The sums are b_dq_hv of dq; b_dk_hv of dk; b_de of derase, whose part
+    The sums are b_dq_hv of dq; b_dk_hv of dk; b_de of de, whose part
     without it is b_dk_hv's; and b_pairs of the gates between two tokens: what
     rows gain less what columns lose, from equally rounded operands. keys are
     q, k and e, factors those of the scores' rows and columns.
@@ -368,7 +368,7 @@ def intra_bwd_unfactorable_kernel(
         b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)  # [BT, BK]
         b_e = b_k
         if ERASE:
-            b_e = tile.load_rows(inputs.erase, rows, i_k, HV_KEYS)  # [BT, BK]
+            b_e = tile.load_rows(inputs.e, rows, i_k, HV_KEYS)  # [BT, BK]
         o_k = i_k * BK + tl.arange(0, BK)
         p_total = decays.total + i_ch * META.K + o_k
         b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)  # [BK]
@@ -429,7 +429,7 @@ def intra_bwd_unfactorable_kernel(
         b_dq += b_dq_hv
         b_dk += b_dk_hv
         if ERASE:
-            tile.store_rows(grads.derase, b_de, rows, i_k, HV_KEYS)
+            tile.store_rows(grads.de, b_de, rows, i_k, HV_KEYS)
         b_dg += gates.sum_rows(o_t <= 0, b_pairs, SPLIT, True)
         tile.store_rows(grads.dg, b_dg, rows, i_k, HV_KEYS)
 

@@ -119,7 +119,7 @@ class RecurrenceMeta:
 
     @property
     def hv_key_tiles(self) -> Tiles:
-        """What has K channels for each value head: erase, gates, q_in."""
+        """What has K channels for each value head: erase_key, gates, q_in."""
         return Tiles(self.HV, self.K, self.BT, self.BK)
 
     @property

@@ -53,12 +53,13 @@ T, N, L = CallNumber("T"), CallNumber("N"), CallNumber("L")
 # A call's tensors: its operands, and for a backward its outputs' gradients.
 CallTensors = namedtuple(
     "CallTensors",
-    "q k v g beta erase initial_state cu_seqlens do dstate",
+    "q k v g beta erase_key initial_state cu_seqlens do dstate",
     defaults=(None, None),
 )
 # Each group that travels together is one argument of a kernel. What a launch
-# does not have, or is not to write, is None. Operands inside of chunks:
-Inputs = namedtuple("Inputs", "q k g beta erase")
+# does not have, or is not to write, is None. Operands inside of chunks (e:
+# the erase_key):
+Inputs = namedtuple("Inputs", "q k g beta e")
 # Queries and keys as a scan reads them: decayed where channels have gates.
 ScanQK = namedtuple("ScanQK", "q_in k_in k_out")
 # How each chunk decays: README.md has the shapes.
@@ -77,7 +78,7 @@ OutputGrads = namedtuple("OutputGrads", "do dstate")
 ScanGrads = namedtuple("ScanGrads", "dv dbeta dh dinitial_state border_grads")
 # What the scans leave to intra_backward, and what that writes.
 ScanResults = namedtuple("ScanResults", "do u dv h dh")
-IntraGrads = namedtuple("IntraGrads", "dq dk dg dg_parts dtotal dbeta derase")
+IntraGrads = namedtuple("IntraGrads", "dq dk dg dg_parts dtotal dbeta de")
 
 
 def meta_of(stage: str, kind: CallKind) -> RecurrenceMeta:
@@ -148,7 +149,8 @@ class TensorSpecs:
         if sums_dbeta_by_tiles(kind):
             NV = meta_of("scan_backward", kind).NV
             self.dbeta = spec("dbeta", "tokens", (HV, NV), fp32)
-        self.erase, self.derase = with_gradient("erase", "tokens", (HV, K))
+        both = with_gradient("erase_key", "tokens", (HV, K))
+        self.erase_key, self.derase_key = both
         first = with_gradient("initial_state", "N", states)
         self.initial_state, self.dinitial_state = first
         # Offsets are one more than sequences.
@@ -166,8 +168,8 @@ class TensorSpecs:
         G = spec("G", "slots", scores, torch.float64, head)
         row_out = spec("row_out", "slots", scores, fp32, head)
         map_bound = spec("map_bound", "slots", (HV,), fp32, head and delta)
-        self.inputs = Inputs(self.q, self.k, self.g, self.beta, self.erase)
-        k_in = k_in or self.erase or self.k
+        self.inputs = Inputs(self.q, self.k, self.g, self.beta, self.erase_key)
+        k_in = k_in or self.erase_key or self.k
         self.qk = ScanQK(q_in or self.q, k_in, k_out or self.k)
         rows = row_in, row_out, row_beta
         self.decays = Decays(*rows, total, G, map_bound or total)
@@ -345,7 +347,7 @@ def backward_schedule(
     scan_results = ScanResults(x.do, u, x.dv, x.h, x.dh)
     dg = None if kind.per_head else x.dg
     gates = dg, x.dg_parts, x.dtotal
-    grads = IntraGrads(x.dq, x.dk, *gates, dbeta_of_rows, x.derase)
+    grads = IntraGrads(x.dq, x.dk, *gates, dbeta_of_rows, x.derase_key)
     programs = CallNumber("slots", H * meta_of("intra_backward", kind).NK)
     groups = x.g, x.qk, x.decays, x.marks, scan_results, grads
     builder.add("intra_backward", intra_bwd_kernel, programs, *groups)
@@ -357,5 +359,5 @@ def backward_schedule(
         groups = x.inputs, x.decays, x.marks, scan_results, grads
         stage = "intra_backward_unfactorable"
         builder.add(stage, intra_bwd_unfactorable_kernel, programs, *groups)
-    operands = x.dq, x.dk, x.dv, x.dg, x.dbeta, x.derase
+    operands = x.dq, x.dk, x.dv, x.dg, x.dbeta, x.derase_key
     return builder.schedule(*operands, x.dinitial_state)

@@ -1,26 +1,24 @@
-"""What a schedule on ranks hands over, for other ranks' states to come in.
+"""What a rank's schedule hands over, for other ranks' states to come in.
 
-Without Triton, which :mod:`fastweights.ranks.exchange` does not import.
+Without Triton: :mod:`fastweights.ranks.exchange` imports it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-X = TypeVar("X")  # a Tensor, or in a schedule its spec
 
+class StatePassing(NamedTuple):
+    """The tensors of compose_kernel, or in a schedule their specs."""
 
-class StatePassing(NamedTuple, Generic[X]):
-    """The tensors of compose_kernel and of add_arriving_kernel."""
-
-    entering: X  # what enters a call's sequences
-    borders: X  # passes the borders of their segments
-    leaving: X  # and leaves them
-    maps: X | None  # of the segments
-    products: X | None  # of those maps
+    entering: Any  # what enters a call's sequences
+    borders: Any  # passes the borders of their segments
+    leaving: Any  # and leaves them
+    maps: Any  # of the segments, None for ones
+    products: Any  # of those maps
 
 
 class LaunchWith(Protocol):
@@ -30,15 +28,12 @@ class LaunchWith(Protocol):
 
 
 class ExchangeStates(Protocol):
-    """Ask the other ranks what enters, and launch what waits for that.
-
-    ``launch_meanwhile`` is for the time in which tensors travel.
-    """
+    """Ask other ranks for what enters, and launch what passes it on."""
 
     def __call__(
         self,
-        passing: StatePassing[Tensor],
+        passing: StatePassing,
         launch_compose: LaunchWith,
-        launch_meanwhile: Callable[[], None],
+        launch_meanwhile: Callable[[], None],  # while tensors travel
         launch_add_arriving: LaunchWith,
     ) -> None: ...

@@ -16,8 +16,8 @@ PyTorch. Of one chunk [C, K], [C, V] and its state [K, V]:
                y v_new^T: C C V each; dAkk k and dAkk^T k: C C K each;
                k^T (beta y) and (beta y) S^T: C K V each
 
-With ``erase`` it reads in the place of k: the same count. The scores and P,
-or what stands for them, are kept for the backward.
+An ``erase_key`` reads in the place of k: the same count. The scores and P, or
+what stands for them, are kept for the backward.
 backend="loop" has no operator: what it multiplies is counted as it runs.
 """
 
@@ -36,7 +36,7 @@ def _sizes(
 ) -> tuple[tuple[int, ...], bool]:
     """B, T, HV, K, V and C of operands' shapes, and whether a rule erases."""
     (B, T, _, K), (HV, V), C = shapes.q, shapes.v[2:], options.chunk_size
-    delta = shapes.beta is not None or shapes.erase is not None
+    delta = shapes.beta is not None or shapes.erase_key is not None
     return (B, T, HV, K, V, C), delta
 
 
