@@ -140,7 +140,7 @@ def test_a_state_takes_in_what_is_accepted(gate, rule, device):
         *(x.get(name) for name in names),
         *(pool, rows, 20**-0.5),
         erase_key=x.get("erase_key"),
-        accepted=n,
+        num_accepted=n,
     )
     assert relative_error(o, o_ref) <= 1e-6
     assert relative_error(pool, wanted) <= 1e-6

@@ -55,7 +55,7 @@ def test_some_tokens_at_once(rows, T, case, device):
     with torch.no_grad(), record_backends() as ran:
         states = m(tokens[:, :4], m.new_states(rows, 40))[1]
         first = tokens[:, 4 : 4 + T]
-        states[0].accepted = n
+        states[0].num_accepted = n
         found, states = m(first, states)
         more = torch.stack(
             [tokens[b, 4 + n[b] : 4 + n[b] + T] for b in range(rows)]

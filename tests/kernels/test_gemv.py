@@ -157,7 +157,7 @@ def test_some_tokens_of_the_convolution(B, T, W, some, device, dtype):
         convolution=(taps, bias, kept),
         rows=rows,
         tokens=T,
-        accepted=n if some else None,
+        num_accepted=n if some else None,
     )
     y = (seen.unfold(1, W, 1) * taps.double()).sum(-1)
     close(found, F.silu(y + bias.double()).flatten(0, 1))

@@ -12,10 +12,10 @@ EXACT = {"rtol": 0, "atol": 1e-12}
 ACCEPTED = torch.tensor([0, 3, 6])
 
 
-def taken_in(layer, x, state, accepted):
+def taken_in(layer, x, state, num_accepted):
     """Each sequence alone: outputs of all tokens, the states after some."""
     outputs, states = [], []
-    for i, n in enumerate(accepted.tolist()):
+    for i, n in enumerate(num_accepted.tolist()):
         own, one = x[i : i + 1], torch.tensor([i])
         outputs.append(layer(own, state.select(one))[0])
         states.append(state.select(one))
@@ -32,9 +32,9 @@ def test_the_state_takes_in_what_is_accepted(name, first):
     x = x.double()
     state = layer(x[:, :first])[1]
     y_ref, states = taken_in(layer, x[:, first:], state, ACCEPTED)
-    state.accepted = ACCEPTED.int()
+    state.num_accepted = ACCEPTED.int()
     y, after = layer(x[:, first:], state)
-    assert after is state and state.accepted is None
+    assert after is state and state.num_accepted is None
     torch.testing.assert_close(y, y_ref, **EXACT)
     for i, wanted in enumerate(states):
         mine = contents(state.select(torch.tensor([i])))
@@ -56,7 +56,7 @@ def test_in_rows_of_a_pool(name):
     mine = x[rows, 5:]
     y_ref, states = taken_in(layer, mine, before.select(rows), ACCEPTED)
     own = pool.at(rows, 5)
-    own.accepted = ACCEPTED
+    own.num_accepted = ACCEPTED
     y, _ = layer(mine, own)
     torch.testing.assert_close(y, y_ref, **EXACT)
     for row, wanted in zip(rows, states, strict=True):
@@ -85,7 +85,7 @@ class Last(Layer):
 @torch.no_grad()
 def test_a_layer_of_ones_own():
     layer, x = Last(), tokens(3, 6)
-    state = LayerState(S=torch.zeros(3, layer.dim), accepted=ACCEPTED)
+    state = LayerState(S=torch.zeros(3, layer.dim), num_accepted=ACCEPTED)
     y, state = layer(x, state)
     torch.testing.assert_close(y, x.cumsum(1))
     torch.testing.assert_close(state.S[0], torch.zeros(layer.dim))
@@ -94,16 +94,16 @@ def test_a_layer_of_ones_own():
 
 REFUSED = """
 [1, 2]
-    TypeError: state: accepted: got list, need a Tensor
+    TypeError: state: num_accepted: got list, need a Tensor
 ones(2)
-    TypeError: state: accepted: got torch.float32, need torch.int32 or
+    TypeError: state: num_accepted: got torch.float32, need torch.int32 or
     torch.int64
 ones(3, dtype=torch.int64)
-    ValueError: state: accepted: got shape [3], need [2]
+    ValueError: state: num_accepted: got shape [3], need [2]
 torch.tensor([0, 4])
-    ValueError: state: accepted: got [0, 4], need 0 to 3
+    ValueError: state: num_accepted: got [0, 4], need 0 to 3
 torch.tensor([-1, 2])
-    ValueError: state: accepted: got [-1, 2], need 0 to 3
+    ValueError: state: num_accepted: got [-1, 2], need 0 to 3
 """
 
 
@@ -114,7 +114,7 @@ def test_counts_that_do_not_fit(wrong, error):
         layer = make(32, 2) if make is GatedDeltaNet else make(32)
         _, state = layer(torch.ones(2, 4, 32))
         before, ones = state.clone(), torch.ones
-        state.accepted = eval(wrong, {"torch": torch, "ones": ones})
+        state.num_accepted = eval(wrong, {"torch": torch, "ones": ones})
         with error():
             layer(torch.ones(2, 3, 32), state)
         assert state.S.equal(before.S)
@@ -124,7 +124,7 @@ def test_calls_that_take_all_in():
     layer = GatedDeltaNet(32, 2)
     with torch.no_grad():
         _, state = layer(torch.ones(1, 4, 32))
-        state.accepted = torch.tensor([1])
+        state.num_accepted = torch.tensor([1])
         with pytest.raises(ValueError, match=r"need no cu_seqlens"):
             layer(torch.ones(1, 3, 32), state, torch.tensor([0, 3]))
         with pytest.raises(ValueError, match="got 17 tokens, need at most"):

@@ -233,7 +233,7 @@ def test_one_token_that_is_not_taken_in():
     before = [state.clone() for state in states]
     wanted, _ = m(text(2, 1), [state.clone() for state in states])
     for state in states:
-        state.accepted = torch.tensor([0, 0])
+        state.num_accepted = torch.tensor([0, 0])
     logits, _ = m(text(2, 1), states)
     torch.testing.assert_close(logits, wanted)
     for state, old in zip(states, before, strict=True):
@@ -270,7 +270,7 @@ def test_a_layer_that_takes_in_what_it_should_not(monkeypatch):
     monkeypatch.setitem(LAYERS, "past", Past)
     m = model(("past",))
     assert generated(m, draft=lambda text: []) == generated(m)
-    with pytest.raises(ValueError, match=r"reads past LayerState\.accepted"):
+    with pytest.raises(ValueError, match=r"past LayerState\.num_accepted"):
         generated(m, draft=lambda text: [1])
 
 

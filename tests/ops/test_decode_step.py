@@ -89,7 +89,7 @@ def test_prefill_then_decode_is_one_long_prefill(gate, rule, step):
 def test_a_state_takes_in_what_is_accepted(gate, rule, rows):
     """Outputs of all tokens; the state after the first of each sequence."""
     x = call(gate, rule, B=4, T=5, H=2, HV=4)
-    accepted, start = torch.tensor([2, 0, 5, 1]), x.pop("state")
+    counts, start = torch.tensor([2, 0, 5, 1]), x.pop("state")
     o_ref, _ = expected(x | {"state": start})
     state, options = start.clone(), {}
     if rows is not None:
@@ -98,8 +98,8 @@ def test_a_state_takes_in_what_is_accepted(gate, rule, rows):
         state[rows] = start
         state[-1] = 0
     before = state.clone()
-    o = fw.decode_step(**x, state=state, accepted=accepted.int(), **options)
-    for b, n in enumerate(accepted.tolist()):
+    o = fw.decode_step(**x, state=state, num_accepted=counts.int(), **options)
+    for b, n in enumerate(counts.tolist()):
         row = b if rows is None else rows[b]
         if row < 0:
             assert not o[b].any()
@@ -495,18 +495,18 @@ tokens(17)
     more tokens there is linear_recurrence
 tokens(0)
     ValueError: q: got shape [1, 0, 2, 3], need [B, T, H, K] with B, T, H, K
-accepted=[1]
-    TypeError: accepted: got list, need a Tensor
-accepted=torch.tensor([1.0])
-    TypeError: accepted: got torch.float32, need torch.int32 or torch.int64
-accepted=torch.tensor([[1]])
-    ValueError: accepted: got shape [1, 1], need [1]
-accepted=torch.tensor([7])
-    ValueError: accepted: got [7], need 0 to 6
-accepted=torch.tensor([-1])
-    ValueError: accepted: got [-1], need 0 to 6
-accepted=torch.tensor([1], device="meta")
-    ValueError: accepted: got device meta, need q's, cpu
+num_accepted=[1]
+    TypeError: num_accepted: got list, need a Tensor
+num_accepted=torch.tensor([1.0])
+    TypeError: num_accepted: got torch.float32, need torch.int32 or torch.int64
+num_accepted=torch.tensor([[1]])
+    ValueError: num_accepted: got shape [1, 1], need [1]
+num_accepted=torch.tensor([7])
+    ValueError: num_accepted: got [7], need 0 to 6
+num_accepted=torch.tensor([-1])
+    ValueError: num_accepted: got [-1], need 0 to 6
+num_accepted=torch.tensor([1], device="meta")
+    ValueError: num_accepted: got device meta, need q's, cpu
 backend="triton"
     ValueError: backend: got 'triton', which needs tensors on a CUDA device,
     not cpu, or Triton's interpreter (TRITON_INTERPRET=1 before Triton's first

@@ -381,7 +381,7 @@ def refused_layers(rank):
             whole.generate(text(5), 3)
         with torch.no_grad():
             _, state = whole.blocks[0].layer(x)
-            state.accepted = torch.ones(1, dtype=torch.int64)
+            state.num_accepted = torch.ones(1, dtype=torch.int64)
             with pytest.raises(ValueError, match="state: got one of decoding"):
                 whole.blocks[0].layer(x, state)
 

@@ -65,9 +65,9 @@ def decode_kernel(
 ):
     """T tokens of one value tile of one head, its state in registers.
 
-    ``pool`` is (state, rows, accepted): sequence i_n has row rows[i_n] of the
-    N states, or i_n if rows is None, and of its tokens the state takes in the
-    first accepted[i_n], or all.
+    ``pool`` is (state, rows, num_accepted): sequence i_n has row rows[i_n] of
+    the N states, or i_n if rows is None, and of its tokens the state takes in
+    the first num_accepted[i_n], or all.
     ``strides`` lie between the ``tokens``, q, k, v, g and beta. With
     ``decay_parameters``, (A_log, dt_bias), the log decay is made of g here.
     ``erase_key`` is the key [B, T, HV, K] that reads in place of k, and its
@@ -82,7 +82,7 @@ def decode_kernel(
     other people's kernels may lack, would keep it from reading too early.
     """
     q, k, v, g, beta = tokens
-    state, rows, accepted = pool
+    state, rows, num_accepted = pool
     K: tl.constexpr = META.K
     V: tl.constexpr = META.V
     BK: tl.constexpr = META.BK
@@ -115,8 +115,8 @@ def decode_kernel(
     if META.EARLY and META.AHEAD:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-    if accepted is not None:
-        last = tl.load(accepted + i_n).to(tl.int32) - 1
+    if num_accepted is not None:
+        last = tl.load(num_accepted + i_n).to(tl.int32) - 1
     s_q, s_k, s_v, s_g, s_beta = strides
     for t in range(T):
         i_t = i_n * T + t
@@ -174,10 +174,10 @@ def decode_kernel(
         if rows is not None:
             b_o = tl.where(is_there, b_o, 0.0)
         tl.store(o + (i_t * HV + i_hv) * V + o_v, b_o, mask=o_v < V)
-        if accepted is not None:
+        if num_accepted is not None:
             if t == last:
                 tl.store(state + o_S, b_S, mask=m_S)
-    if accepted is None:
+    if num_accepted is None:
         tl.store(state + o_S, b_S, mask=m_S)
 
 
@@ -206,7 +206,7 @@ def decode(
     scale: float,
     *,
     erase_key: Tensor | None = None,
-    accepted: Tensor | None = None,
+    num_accepted: Tensor | None = None,
     normalize: bool = False,
     decay_parameters: tuple[Tensor, Tensor] | None = None,
     lower_bound: float | None = None,
@@ -249,13 +249,13 @@ def decode(
         BV=BV,
     )
     rows = None if rows is None else rows.contiguous()
-    accepted = None if accepted is None else accepted.contiguous()
+    num_accepted = None if num_accepted is None else num_accepted.contiguous()
     with torch.cuda.device_of(q):
         decode_kernel[(B * HV * triton.cdiv(V, BV),)](
             (q, k, v, g, beta),
             None if e is None else (e, _token_stride(e)),
             o,
-            (S, rows, accepted),
+            (S, rows, num_accepted),
             decay_parameters,
             tuple([_token_stride(x) for x in (q, k, v, g, beta)]),
             scale,

@@ -291,7 +291,7 @@ def inputs_before(convolution, rows, R, channels, META: tl.constexpr):
         places: pointers to a sequence's first one, mask, which token of its
             sequence each is, and by how many the sequence's inputs move on.
     """
-    taps, bias, history, pool_rows, accepted, T = convolution
+    taps, bias, history, pool_rows, num_accepted, T = convolution
     o_m, m_m, _ = rows
     o_c, m_c = channels
     C: tl.constexpr = META.SIZES[0]
@@ -301,8 +301,8 @@ def inputs_before(convolution, rows, R, channels, META: tl.constexpr):
     if pool_rows is not None:
         o_r = tl.load(pool_rows + i_n, mask=m_m, other=-1).to(tl.int64)
         m_r = (o_r >= 0) & (o_r < R)
-    if accepted is not None:
-        n = tl.load(accepted + i_n, mask=m_m, other=0).to(tl.int32)
+    if num_accepted is not None:
+        n = tl.load(num_accepted + i_n, mask=m_m, other=0).to(tl.int32)
     m = m_r[:, None] & m_c[None, :]
     p_h = history + o_r[:, None] * ((W - 1) * C) + o_c[None, :]
     weights, seen, kept = [], [], []
@@ -363,7 +363,7 @@ def gemv_kernel(
 
     x comes with its stride, the norm's weight with the gate, the gate's stride
     and eps; the convolution is its taps, bias and last inputs [R, W - 1, N],
-    the sequences' rows of those, what is accepted, and tokens per sequence.
+    the sequences' rows of those, num_accepted, and tokens per sequence.
     EARLY, programs start while those of the kernel before end, and read
     weights, which are nobody's result, before they wait for it.
     """
@@ -414,7 +414,7 @@ def gemv(
     silu: bool = True,
     rows: Tensor | None = None,
     tokens: int = 1,
-    accepted: Tensor | None = None,
+    num_accepted: Tensor | None = None,
     sources: Sequence[int] = (0,),
 ) -> Tensor:
     """Products of few rows with matrices, side by side, in x's dtype.
@@ -435,7 +435,7 @@ def gemv(
         silu: whether that has SiLU behind it.
         rows: [B], whose inputs those are, if not sequence b's row b.
         tokens: rows of x that follow each other in each sequence, M = B T.
-        accepted: [B], by how many tokens the inputs move on, if not by T.
+        num_accepted: [B], by how many tokens the inputs move on, if not by T.
         sources: for each matrix the first of its K columns of x.
 
     Returns:
@@ -455,7 +455,7 @@ def gemv(
     conv_group: Any = None
     W = R = 0
     if convolution is not None:
-        conv_group = (*convolution, rows, accepted, tokens)
+        conv_group = (*convolution, rows, num_accepted, tokens)
         W, R = convolution[0].shape[1], len(convolution[2])
     early = starts_early(x.device)
     meta = GemvMeta(

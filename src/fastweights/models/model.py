@@ -148,11 +148,11 @@ class Block(nn.Module):
         fused_step = getattr(self.layer, "fused_step", None)
         if fused_step is None or self.post_norm:
             return None
-        if state.accepted is not None and not runs_kernels(x):
+        if state.num_accepted is not None and not runs_kernels(x):
             return None
         y: Tensor | None = fused_step(x, self.norm, state)
         if y is not None:
-            state.accepted = None
+            state.num_accepted = None
         return y
 
 

@@ -4,7 +4,7 @@ A pass reads of each row the tokens that are confirmed and that its states
 have not taken in, then drafts of what may follow. What the model draws after
 the last confirmed token and after each draft says which drafts are right;
 they and the draw behind them are what the next pass has confirmed. States
-advance by confirmed tokens alone (``LayerState.accepted``), so nothing is
+advance by confirmed tokens alone (``LayerState.num_accepted``), so nothing is
 ever rolled back: right drafts are read twice, which at few rows costs next to
 nothing, since a pass takes as long as reading the weights.
 
@@ -190,15 +190,15 @@ class Reader:
 
     def _step(self, T: int, states: States) -> States:
         """Read T of the inputs, write T of the draws; the states after."""
-        accepted, num_drawn = self.inputs[:, PASS_TOKENS:].T.contiguous()
+        num_accepted, num_drawn = self.inputs[:, PASS_TOKENS:].T.contiguous()
         accepting = [s for s in states if s is not None and T > 1]
         for state in accepting:
-            state.accepted = accepted
+            state.num_accepted = num_accepted
         logits, after = self.model(self.inputs[:, :T], states)
-        if any(state.accepted is not None for state in accepting):
+        if any(state.num_accepted is not None for state in accepting):
             raise ValueError(
-                "model: got a layer that reads past LayerState.accepted, need "
-                "each as those of fastweights.layers, or no draft"
+                "model: got a layer that reads past LayerState.num_accepted, "
+                "need each as those of fastweights.layers, or no draft"
             )
         sampling = self.sampling.for_draws(T, num_drawn)
         token = draw_tokens(logits.flatten(0, 1), sampling)

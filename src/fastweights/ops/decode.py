@@ -70,7 +70,7 @@ def decode_step(
     beta: Float[Tensor, "B T HV"] | None = None,
     erase_key: Float[Tensor, "B T _ K"] | None = None,
     rows: Rows | None = None,
-    accepted: Int[Tensor, " B"] | None = None,
+    num_accepted: Int[Tensor, " B"] | None = None,
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> Float[Tensor, "B T HV V"]:
@@ -112,9 +112,9 @@ def decode_step(
             are. No two sequences may have the same row, which is checked
             on a CPU. One whose row is none of 0 to N - 1 (-1, say, where a
             batch is filled up) reads and writes no state; its outputs are 0.
-        accepted: [B] int32 or int64, 0 to T, which is checked on a CPU: how
-            many tokens of each sequence its state takes in; None: all. There
-            are outputs for all tokens. So a model reads guesses of what
+        num_accepted: [B] int32 or int64, 0 to T, which is checked on a CPU:
+            how many tokens of each sequence its state takes in; None: all.
+            There are outputs for all tokens. So a model reads guesses of what
             comes next, and takes in those that turn out right.
         backend: as in linear_recurrence. "triton" is one kernel that reads
             and writes the state once; "torch" and "loop" are both the
@@ -140,10 +140,10 @@ def decode_step(
     _check(operands, rows, scale, backend)
     if erase_key is not None:
         erase_key = per_value_head(erase_key, v.shape[2])
-    if accepted is not None:
-        check_accepted("accepted", accepted, q=q)
+    if num_accepted is not None:
+        check_accepted("num_accepted", num_accepted, q=q)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    tensors = (q, k, v, g, beta, erase_key, state, rows, accepted)
+    tensors = (q, k, v, g, beta, erase_key, state, rows, num_accepted)
     if torch.compiler.is_compiling():
         return DECODE(*tensors, scale, backend)
     step = skip_dispatcher(DECODE, _decode, tensors)
@@ -201,25 +201,25 @@ def narrow_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:
     return () if fp64 else NARROW_STATE_DTYPES
 
 
-def check_accepted(name: str, accepted: Tensor, **of: Tensor) -> None:
+def check_accepted(name: str, num_accepted: Tensor, **of: Tensor) -> None:
     """Raise unless it is [B], 0 to T each, for a tensor [B, T, ...].
 
     int32 or int64, and T <= 16.
     """
     ((first, x),) = of.items()
     (B, T), values = x.shape[:2], [0]
-    check_tensors({name: accepted})
+    check_tensors({name: num_accepted})
     check_dtypes(
-        {**of, name: accepted}, {first: (x.dtype,), name: INDEX_DTYPES}
+        {**of, name: num_accepted}, {first: (x.dtype,), name: INDEX_DTYPES}
     )
     if T > MAX_TOKENS:
         raise ValueError(
             f"{name}: got {T} tokens, need at most {MAX_TOKENS} with it"
         )
-    if accepted.shape != (B,):
-        wrong_shape(name, accepted, f"[{B}]")
-    if is_readable(accepted):
-        values = accepted.tolist()
+    if num_accepted.shape != (B,):
+        wrong_shape(name, num_accepted, f"[{B}]")
+    if is_readable(num_accepted):
+        values = num_accepted.tolist()
     if not all(0 <= n <= T for n in values):
         raise ValueError(f"{name}: got {values}, need 0 to {T}")
 
@@ -258,7 +258,7 @@ def _decode(
     erase_key: Tensor | None,
     state: Tensor,
     rows: Tensor | None,
-    accepted: Tensor | None,
+    num_accepted: Tensor | None,
     scale: float,
     backend: Backend,
 ) -> Tensor:
@@ -268,7 +268,7 @@ def _decode(
 
         record_run("triton decode")
         given = q, k, v, g, beta, state, rows, scale
-        return decode(*given, erase_key=erase_key, accepted=accepted)
+        return decode(*given, erase_key=erase_key, num_accepted=num_accepted)
     record_run("loop forward")
     if g is not None and g.dim() == 1:
         g = g.expand(v.shape[:3])
@@ -278,7 +278,7 @@ def _decode(
         # the device, or depends on how many there are of them.
         S = state if rows is None else state[clamp_rows(rows, state)]
         S = S.to(compute_dtype(q.dtype))
-        o = torch_backend.decode(S, x, accepted, scale).to(v.dtype)
+        o = torch_backend.decode(S, x, num_accepted, scale).to(v.dtype)
         if S is not state:
             write_rows(state, S.to(state.dtype), rows)
         if rows is not None:
@@ -289,7 +289,7 @@ def _decode(
 
 DECODE = register(
     "decode_step(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
-    "Tensor? erase_key, Tensor(a!) state, Tensor? rows, Tensor? accepted, "
+    "Tensor? erase_key, Tensor(a!) state, Tensor? rows, Tensor? num_accepted, "
     "float scale, str backend) -> Tensor",
     _decode,
     lambda q, k, v, *_: v.new_empty(v.shape),

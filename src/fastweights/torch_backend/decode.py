@@ -34,18 +34,18 @@ def widen(
 
 
 def decode(
-    S: States, tokens: Sequence[Any], accepted: Tensor | None, scale: float
+    S: States, tokens: Sequence[Any], num_accepted: Tensor | None, scale: float
 ) -> Tensor:
     """Outputs of all tokens; S becomes the state after those accepted.
 
     ``tokens`` are what :func:`widen` returns.
     """
-    if accepted is None:
+    if num_accepted is None:
         return advance(S, *tokens, scale=scale)
     o = advance(S.clone(), *tokens, scale=scale)
     q, k, v, g, beta, e = tokens
     token = torch.arange(q.shape[1], device=S.device)
-    taken = (token < accepted[:, None])[..., None]  # [N, T, 1]
+    taken = (token < num_accepted[:, None])[..., None]  # [N, T, 1]
     taken_channels = taken[..., None]
     # What is refused writes nothing, and nothing is forgotten for it.
     k, v = k.where(taken_channels, 0), v.where(taken_channels, 0)

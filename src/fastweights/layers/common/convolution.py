@@ -181,10 +181,10 @@ def accepted_past(
     past: Past, x: Float[Tensor, "B T C"], state: LayerState | None
 ) -> Past:
     """The inputs to keep: those after the last token that is accepted."""
-    if state is None or state.accepted is None:
+    if state is None or state.num_accepted is None:
         return past
     before = state.batch_rows("convolution")
     both = torch.cat([before.to(past.dtype), x.to(past.dtype)], 1)
     last = torch.arange(past.shape[1], device=x.device)
-    index = state.accepted[:, None] + last
+    index = state.num_accepted[:, None] + last
     return torch.take_along_dim(both, index[..., None], 1)

@@ -215,7 +215,7 @@ def fused_layer_step(
         convolution=(taps.weight, taps.bias, state.convolution),
         rows=state.rows,
         tokens=x.shape[1],
-        accepted=state.accepted,
+        num_accepted=state.num_accepted,
         silu=taps.activation,
     )
     a, b, gate = split_gates(*others)
@@ -234,7 +234,7 @@ def fused_layer_step(
         S,
         state.rows,
         K**-0.5,
-        accepted=state.accepted,
+        num_accepted=state.num_accepted,
         normalize=layer.convolution.normalize,
         **gates,
         max_beta=0.0 if b is None else 1.0 + layer.allow_neg_eigval,

@@ -136,7 +136,7 @@ class Layer(CheckedModule):
 
     @property
     def takes_accepted(self) -> bool:
-        """Whether ``compute`` does what ``LayerState.accepted`` asks for.
+        """Whether ``compute`` does what ``LayerState.num_accepted`` asks for.
 
         Else it is called for a token at a time.
         """
@@ -155,7 +155,7 @@ class Layer(CheckedModule):
         that makes none (softmax attention, packed sequences, training).
         """
         check_input(x, self, state, cu_seqlens)
-        partly = state is not None and state.accepted is not None
+        partly = state is not None and state.num_accepted is not None
         if self.reads_packs_as_rows and cu_seqlens is not None:
             y, after = compute_by_length(self.compute, x, state, cu_seqlens)
         elif partly and not self.takes_accepted:
@@ -164,7 +164,7 @@ class Layer(CheckedModule):
             y, after = self.compute(x, state, cu_seqlens)
         if state is not None:
             after = state_after_call(state, after)
-            state.accepted = None
+            state.num_accepted = None
         elif (
             after is not None
             and not is_traced()
@@ -247,7 +247,7 @@ def compute_by_token(
     The layer goes on from copies, to the last token. Each sequence keeps the
     state after the last token that it accepts.
     """
-    outputs, accepted = [], state.accepted
+    outputs, num_accepted = [], state.num_accepted
     states_kept = {
         name: state.batch_rows(name).clone() for name in state.tensors()
     }
@@ -258,7 +258,7 @@ def compute_by_token(
         y, stepped = compute(token, stepped, None)
         outputs.append(y)
         for name, new in stepped.tensors().items():
-            taken = (t < accepted).view(-1, *[1] * (new.dim() - 1))
+            taken = (t < num_accepted).view(-1, *[1] * (new.dim() - 1))
             states_kept[name] = torch.where(taken, new, states_kept[name])
     return torch.cat(outputs, 1), LayerState(**states_kept, used=stepped.used)
 

@@ -155,19 +155,19 @@ def _check_state(
                 "state: got rows of a pool, need torch.no_grad() for them"
             )
         check_rows(state.rows, rows, name="state: rows")
-    decodes = state.rows is not None or state.accepted is not None
+    decodes = state.rows is not None or state.num_accepted is not None
     if decodes and current_ranks() is not None:
         raise ValueError(
-            "state: got one of decoding, with rows or accepted, need one "
+            "state: got one of decoding, with rows or num_accepted, need one "
             "without them under context_parallel"
         )
-    if state.accepted is not None:
+    if state.num_accepted is not None:
         if packed or torch.is_grad_enabled():
             raise ValueError(
-                "state: got accepted, a number of tokens to take in, need "
+                "state: got num_accepted, of tokens to take in, need "
                 f"{'no cu_seqlens' if packed else 'torch.no_grad()'} for it"
             )
-        check_accepted("state: accepted", state.accepted, x=x)
+        check_accepted("state: num_accepted", state.num_accepted, x=x)
     tensors = state.tensors()
     shapes: dict[str, tuple[int, ...]] = {}
     if not is_traced() and layer.can_be_remade:

@@ -32,7 +32,7 @@ class LayerState:
     own, or to autocast's, and where it writes in place, back.
 
     The tensors are its memory. ``used`` is a bound that each call moves on, so
-    that none asks the device. ``rows``, ``all_inside`` and ``accepted`` are
+    that none asks the device. ``rows``, ``all_inside``, ``num_accepted`` are
     for the next call: they say what it does with the memory, and copies do
     not have them.
 
@@ -72,7 +72,7 @@ class LayerState:
     all_inside: bool | None = None  # what is None is no part of a pytree
     """Whether all of ``rows`` are known to be the pool's: none is -1."""
 
-    accepted: Int[Tensor, " B"] | None = None
+    num_accepted: Int[Tensor, " B"] | None = None
     """How many of each sequence's tokens in the next call the state takes
     in; None: all. There are outputs for all of them. For up to 16 tokens,
     not packed, without gradients; the call sets it to None again."""
@@ -213,7 +213,7 @@ class LayerState:
 TENSORS = tuple(
     f.name
     for f in fields(LayerState)
-    if f.name not in ("used", "rows", "all_inside", "accepted")
+    if f.name not in ("used", "rows", "all_inside", "num_accepted")
 )
 
 # In what torch.export and others take apart, a state is its fields.
@@ -297,7 +297,7 @@ def run_recurrence(
             erase_key=erase_key,
             state=S,
             rows=stepped.rows,
-            accepted=stepped.accepted,
+            num_accepted=stepped.num_accepted,
             scale=scale,
         )
         return o, S
@@ -349,8 +349,8 @@ def token_counts(
 
     A batch has T of each, if that is given.
     """
-    if state is not None and state.accepted is not None:
-        return state.accepted.to(torch.int64)
+    if state is not None and state.num_accepted is not None:
+        return state.num_accepted.to(torch.int64)
     if cu_seqlens is None:
         T = x.shape[1] if T is None else T
         return torch.full((x.shape[0],), T, device=x.device)
