@@ -442,7 +442,7 @@ def qwen3_next_attention(w):
         theta=100.0,
         rotary_fraction=0.25,
         qk_norm=True,
-        gate=True,
+        output_gate=True,
     )
     q, gate = w["q_proj.weight"].unflatten(0, (4, 2, 8)).unbind(1)
     return layer, {

@@ -57,7 +57,7 @@ HYBRID = {
     "pattern": ("gated_deltanet", "softmax"),
     "num_heads": 2,
 }
-NORMED = {"qk_norm": True, "gate": True, "rotary_fraction": 0.5}
+NORMED = {"qk_norm": True, "output_gate": True, "rotary_fraction": 0.5}
 OLMO = {"qk_norm": True, "head_qk_norm": False, "num_kv_heads": 1}
 # What a ModelConfig has, beside its sizes.
 OURS = {
@@ -71,7 +71,11 @@ OURS = {
         "pattern": 2 * ("gated_deltanet",) + ("softmax",),
         "options": {
             "gated_deltanet": {"norm_eps": 1e-6, "expand_v": 2},
-            "softmax": {"qk_norm": True, "gate": True, "head_dim": None},
+            "softmax": {
+                "qk_norm": True,
+                "output_gate": True,
+                "head_dim": None,
+            },
         },
         "num_layers": 4,
         "tie_embeddings": True,
@@ -355,8 +359,8 @@ def test_a_tensor_too_few_or_too_many(tmp_path):
         ),
         (
             "olmo_hybrid",
-            {"options": {"softmax": OLMO | {"gate": True}}},
-            "olmo_hybrid (options: got gate = True for softmax, need False)",
+            {"options": {"softmax": OLMO | {"output_gate": True}}},
+            "olmo_hybrid (options: got output_gate = True for softmax",
         ),
         (
             "olmo_hybrid",

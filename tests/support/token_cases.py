@@ -18,9 +18,13 @@ CASES = {
     "kda": {},
     "kda-bounded": {"lower_bound": -5.0, "num_v_heads": 4},
     "recurrence-channel": {"decay": "channel", "conv_size": 2},
-    "recurrence-plain": {"decay": None, "rule": "additive", "gate": False},
+    "recurrence-plain": {
+        "decay": None,
+        "rule": "additive",
+        "output_gate": False,
+    },
     "recurrence-any-length": {"normalize": False, "activation": False},
-    "softmax": {"num_kv_heads": 1, "gate": True},
+    "softmax": {"num_kv_heads": 1, "output_gate": True},
     "softmax-norm": {"qk_norm": True, "rotary_fraction": 0.5},
     "softmax-olmo": {"qk_norm": True, "head_qk_norm": False, "theta": None},
 }

@@ -68,7 +68,7 @@ class SoftmaxAttention(Layer):
         qk_norm: whether q and k are normed, by RMSNorm.
         head_qk_norm: whether per head; else over all heads' channels
             together, as in OLMo 2.
-        gate: whether the output is multiplied by sigmoid(W_g x).
+        output_gate: whether the output is multiplied by sigmoid(W_g x).
         norm_eps: of the norms of q and k.
     """
 
@@ -85,7 +85,7 @@ class SoftmaxAttention(Layer):
         rotary_fraction: float = 1.0,
         qk_norm: bool = False,
         head_qk_norm: bool = True,
-        gate: bool = False,
+        output_gate: bool = False,
         norm_eps: float = 1e-6,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -106,9 +106,9 @@ class SoftmaxAttention(Layer):
         self.widths = (H * K, HK * K, HK * K)
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, sum(self.widths), bias=False, **factory)
-        self.g_proj = (
-            nn.Linear(dim, H * K, bias=False, **factory) if gate else None
-        )
+        self.g_proj: nn.Linear | None = None
+        if output_gate:
+            self.g_proj = nn.Linear(dim, H * K, bias=False, **factory)
         self.q_norm, self.k_norm = (
             OutputNorm(
                 K if head_qk_norm else width, None, eps=norm_eps, **factory

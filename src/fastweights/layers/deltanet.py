@@ -60,7 +60,7 @@ class DeltaNet(Layer):
         qk_norm: "l2": q and k are divided by their length; "sum": by the sum
             of their channels, which has to stay away from 0.
         allow_neg_eigval: beta in (0, 2), not (0, 1) (Grazzi et al. 2025).
-        gate: whether the output is multiplied by silu(W_g x).
+        output_gate: whether the output is multiplied by silu(W_g x).
         norm_eps: of the output norm.
     """
 
@@ -77,7 +77,7 @@ class DeltaNet(Layer):
         qk_activation: Literal["silu", "relu", "elu", "identity"] = "silu",
         qk_norm: Literal["l2", "sum"] = "l2",
         allow_neg_eigval: bool = False,
-        gate: bool = False,
+        output_gate: bool = False,
         norm_eps: float = 1e-5,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -101,11 +101,11 @@ class DeltaNet(Layer):
             **factory,
         )
         self.b_proj = nn.Linear(dim, H, bias=False, **factory)
-        self.g_proj = (
-            nn.Linear(dim, H * V, bias=False, **factory) if gate else None
-        )
+        self.g_proj: nn.Linear | None = None
+        if output_gate:
+            self.g_proj = nn.Linear(dim, H * V, bias=False, **factory)
         self.norm = OutputNorm(
-            V, "silu" if gate else None, eps=norm_eps, **factory
+            V, "silu" if output_gate else None, eps=norm_eps, **factory
         )
         self.o_proj = nn.Linear(H * V, dim, bias=False, **factory)
 

@@ -57,7 +57,7 @@ class GatedDeltaNet(Layer):
         conv_size: width of the convolution, 2 to 4; None: there is none.
         allow_neg_eigval: beta in (0, 2), not (0, 1) (Grazzi et al. 2025).
         beta_bias: whether W_b has a bias, 0 at the start.
-        gate: whether the output is multiplied by silu(W_g x).
+        output_gate: whether the output is multiplied by silu(W_g x).
         A_range, dt_range: as in :class:`fastweights.layers.Decay`.
         norm_eps: of the output norm.
     """
@@ -75,7 +75,7 @@ class GatedDeltaNet(Layer):
         conv_size: int | None = 4,
         allow_neg_eigval: bool = False,
         beta_bias: bool = False,
-        gate: bool = True,
+        output_gate: bool = True,
         A_range: tuple[float, float] = (1.0, 16.0),
         dt_range: tuple[float, float] = (1e-3, 1e-1),
         norm_eps: float = 1e-5,
@@ -98,11 +98,11 @@ class GatedDeltaNet(Layer):
             nn.Parameter(torch.empty(HV, **factory)) if beta_bias else None
         )
         self.decay = Decay(HV, A_range=A_range, dt_range=dt_range, **factory)
-        self.g_proj = (
-            nn.Linear(dim, HV * V, bias=False, **factory) if gate else None
-        )
+        self.g_proj: nn.Linear | None = None
+        if output_gate:
+            self.g_proj = nn.Linear(dim, HV * V, bias=False, **factory)
         self.norm = OutputNorm(
-            V, "silu" if gate else None, eps=norm_eps, **factory
+            V, "silu" if output_gate else None, eps=norm_eps, **factory
         )
         self.o_proj = nn.Linear(HV * V, dim, bias=False, **factory)
         self.reset_parameters()

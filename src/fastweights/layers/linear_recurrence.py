@@ -57,7 +57,7 @@ class LinearRecurrence(Layer):
         activation: whether q, k and v have SiLU. Without it keys may point
             anywhere, where SiLU all but keeps them among the positive.
         normalize: whether q and k are brought to unit length.
-        gate: whether the output is multiplied by silu(W_g x).
+        output_gate: whether the output is multiplied by silu(W_g x).
         allow_neg_eigval: beta in (0, 2), not (0, 1) (Grazzi et al. 2025).
         A_range, dt_range: as in :class:`fastweights.layers.Decay`.
         norm_eps: of the output norm.
@@ -77,7 +77,7 @@ class LinearRecurrence(Layer):
         conv_size: int | None = 4,
         activation: bool = True,
         normalize: bool = True,
-        gate: bool = True,
+        output_gate: bool = True,
         allow_neg_eigval: bool = False,
         A_range: tuple[float, float] = (1.0, 16.0),
         dt_range: tuple[float, float] = (1e-3, 1e-1),
@@ -117,11 +117,11 @@ class LinearRecurrence(Layer):
             if rule == "delta"
             else None
         )
-        self.g_proj = (
-            nn.Linear(dim, H * V, bias=False, **factory) if gate else None
-        )
+        self.g_proj: nn.Linear | None = None
+        if output_gate:
+            self.g_proj = nn.Linear(dim, H * V, bias=False, **factory)
         self.norm = OutputNorm(
-            V, "silu" if gate else None, eps=norm_eps, **factory
+            V, "silu" if output_gate else None, eps=norm_eps, **factory
         )
         self.o_proj = nn.Linear(H * V, dim, bias=False, **factory)
 

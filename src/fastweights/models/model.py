@@ -524,7 +524,7 @@ class LanguageModel(CheckedModule):
 
             options={
                 "gated_deltanet": {"norm_eps": 1e-6},
-                "softmax": {"qk_norm": True, "gate": True},
+                "softmax": {"qk_norm": True, "output_gate": True},
             }
 
         and OLMo-Hybrid with ``post_norm=("softmax",)`` and

@@ -44,23 +44,24 @@ OPTIONS = {
 }
 """Fields of a ModelConfig, and options of its layers: their names there."""
 
+DELTANET = {"output_gate": True, "beta_bias": False}
 FIXED: dict[str, dict[str, dict[str, Any]]] = {
     "olmo_hybrid": {
-        "gated_deltanet": {"gate": True, "beta_bias": False, "norm_eps": 1e-5},
+        "gated_deltanet": DELTANET | {"norm_eps": 1e-5},
         "softmax": {
-            "gate": False,
+            "output_gate": False,
             "qk_norm": True,
             "head_qk_norm": False,
             "rotary_fraction": 1.0,
         },
     },
     "qwen3_5_text": {
-        "gated_deltanet": {
-            "gate": True,
-            "beta_bias": False,
-            "allow_neg_eigval": False,
+        "gated_deltanet": DELTANET | {"allow_neg_eigval": False},
+        "softmax": {
+            "output_gate": True,
+            "qk_norm": True,
+            "head_qk_norm": True,
         },
-        "softmax": {"gate": True, "qk_norm": True, "head_qk_norm": True},
     },
 }
 """Options of the layers that all models of a type have."""
