@@ -10,14 +10,13 @@ with the forward's maps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastweights.kernels.recurrence.state_passing import (
-    LaunchWith,
+    Launches,
     StatePassing,
 )
 from fastweights.ranks.group import Ranks
@@ -71,24 +70,18 @@ class Exchange:
             M = products.unflatten(0, (len(B), -1))[:, -1]
         return self.shard.where_passing(M) if self.shard else M
 
-    def forward(
-        self,
-        passing: StatePassing,
-        launch_compose: LaunchWith,
-        launch_meanwhile: Callable[[], None],
-        launch_add_arriving: LaunchWith,
-    ) -> None:
+    def forward(self, passing: StatePassing, launch: Launches) -> None:
         """Set ``entering`` to the states that enter this rank's sequences."""
         entering, size, s = passing.entering, self.ranks.size, self.shard
         if self.in_turn:
             first = self.ranks.gather(entering)[0]
             order = range(size)
-            self.last = self.compose_all(passing, launch_compose, first, order)
+            self.last = self.compose_all(passing, launch, first, order)
             wide = 1 if passing.maps is None else passing.maps.shape[-1]
             shape = *entering.shape[:-1], wide + entering.shape[-1]
             self.maps = entering.new_zeros(size, *shape)  # a backward asks
             return
-        launch_compose()
+        launch.compose()
         B = passing.leaving
         if s:
             sends = s.sends & (self.T > 0)
@@ -96,19 +89,13 @@ class Exchange:
         M = self.own_map(passing.products, B)
         matrix = M.shape[-1] == M.shape[-2]
         state, self.last, self.maps = prefix_over_ranks(
-            self.ranks, M, B, matrix, self.invariant, launch_meanwhile
+            self.ranks, M, B, matrix, self.invariant, launch.meanwhile
         )
         if self.ranks.rank > 0:
             rows = s and (s.incoming, s.receives)
-            self.add_entering(state, entering, rows, launch_add_arriving)
+            self.add_entering(state, entering, rows, launch)
 
-    def backward(
-        self,
-        passing: StatePassing,
-        launch_compose: LaunchWith,
-        launch_meanwhile: Callable[[], None],
-        launch_add_arriving: LaunchWith,
-    ) -> None:
+    def backward(self, passing: StatePassing, launch: Launches) -> None:
         """Set ``entering`` to the gradient of the states that leave them."""
         entering, size, s = passing.entering, self.ranks.size, self.shard
         if self.in_turn:
@@ -116,28 +103,28 @@ class Exchange:
             if self.dstate is not None:
                 grad = self.ranks.gather(self.dstate).double().sum(0).to(grad)
             order = range(size)[::-1]
-            self.compose_all(passing, launch_compose, grad, order)
-            launch_meanwhile()
+            self.compose_all(passing, launch, grad, order)
+            launch.meanwhile()
             return
-        launch_compose()
+        launch.compose()
         D = passing.leaving
         if s:
             receives = s.receives & (self.T > 0)
             D = where_rows(receives, D.index_select(0, s.incoming), 0)
         M, dlast = self.maps[..., : -D.shape[-1]], self.dstate
         state = suffix_over_ranks(
-            self.ranks, M, D, dlast, self.invariant, launch_meanwhile
+            self.ranks, M, D, dlast, self.invariant, launch.meanwhile
         )
         if state is not None:
             rows = s and (s.outgoing, s.sends)
-            self.add_entering(state, entering, rows, launch_add_arriving)
+            self.add_entering(state, entering, rows, launch)
 
     @staticmethod
     def add_entering(
         state: Tensor,
         entering: Tensor,
         rows: tuple[Tensor, Tensor] | None,
-        launch_add_arriving: LaunchWith,
+        launch: Launches,
     ) -> None:
         """Add what other ranks sent to what enters, in a pack to one row."""
         if rows:
@@ -147,12 +134,12 @@ class Exchange:
             entering += arriving
         else:
             arriving = entering.copy_(state)
-        launch_add_arriving(entering=arriving)
+        launch.add_arriving(entering=arriving)
 
     def compose_all(
         self,
         passing: StatePassing,
-        launch_compose: LaunchWith,
+        launch: Launches,
         state: Tensor,
         order: range,
     ) -> Tensor:
@@ -170,7 +157,7 @@ class Exchange:
             if r == self.ranks.rank:
                 passing.entering.copy_(state)
             group = {name: x[r].clone() for name, x in gathered.items()}
-            launch_compose(entering=state, **group)
+            launch.compose(entering=state, **group)
             state = group["leaving"]
-        launch_compose()
+        launch.compose()
         return state

@@ -86,10 +86,9 @@ def chunks_of(
     """Chunks: a program's sequence, its tokens, and its chunks.
 
     They are those of segment i_x, or with MAP of the one before border i_x.
-    A segment is_composed if it is whole and a state enters it. Such a one's
-    MAP feeds_compose, and so does what leaves a first segment, to enter the
-    next. With a gate per head a map is that of the chunks which matter at the
-    segment's end; whether it reaches_all of them.
+    A whole segment that a state enters is_composed. Its MAP feeds_compose; so
+    does what leaves a first segment, to enter the next. With a gate per head a
+    map has only the chunks that matter at the end, unless it reaches_all.
     """
     BT: tl.constexpr = META.BT
     i_x, i_hv, _, is_M = program

@@ -26,7 +26,10 @@ from torch import Tensor
 
 from fastweights import torch_internals
 from fastweights.kernels.recurrence.settings import IntLike, Lengths
-from fastweights.kernels.recurrence.state_passing import ExchangeStates
+from fastweights.kernels.recurrence.state_passing import (
+    ExchangeStates,
+    Launches,
+)
 from fastweights.kernels.tile import INTERPRETED
 
 ALIGNMENT = 128  # bytes, of each tensor in a buffer: a line of the L2 cache
@@ -356,13 +359,14 @@ class Schedule:
             }
             run(regroup(passing, group)._replace(**replaced), *arguments)
 
-        launch(runs[:compose], values)
-        exchange(
-            regroup(passing, [x and tensor_of[x.name] for x in passing]),
+        launches = Launches(
             functools.partial(run_with, compose),
             functools.partial(launch, runs[compose + 1 : arriving], values),
             functools.partial(run_with, arriving),
         )
+        tensors = regroup(passing, [x and tensor_of[x.name] for x in passing])
+        launch(runs[:compose], values)
+        exchange(tensors, launches)
         launch(runs[arriving + 1 :], values)
 
 

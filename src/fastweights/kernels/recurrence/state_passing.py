@@ -27,13 +27,12 @@ class LaunchWith(Protocol):
     def __call__(self, **tensors: Tensor) -> None: ...
 
 
-class ExchangeStates(Protocol):
-    """Ask other ranks for what enters, and launch what passes it on."""
+class Launches(NamedTuple):
+    """What a schedule leaves to the exchange of states to launch."""
 
-    def __call__(
-        self,
-        passing: StatePassing,
-        launch_compose: LaunchWith,
-        launch_meanwhile: Callable[[], None],  # while tensors travel
-        launch_add_arriving: LaunchWith,
-    ) -> None: ...
+    compose: LaunchWith
+    meanwhile: Callable[[], None]  # while tensors travel
+    add_arriving: LaunchWith
+
+
+ExchangeStates = Callable[[StatePassing, Launches], None]
