@@ -137,3 +137,29 @@ def test_the_table_of_the_readme():
             for gate in ("mild", "trained")
         ]
         assert f"| `{member}` | {' | '.join(cells)} |\n" in README
+
+
+def test_what_the_readme_says_of_peers_at_trained_gates():
+    seconds = {}
+    for row in records.load("h200_trained")["rows"]:
+        if row["what"] == "forward+backward":
+            call = row["member"], row["shape"], row["gate"].split()[0]
+            whose = seconds.setdefault(call, {})
+            whose.setdefault(row.get("peer"), []).append(row["seconds"])
+
+    def over_ours(peer, member, gate):
+        for shape in ("train", "long"):
+            of = seconds[member, shape, gate]
+            yield statistics.median(of[peer]) / statistics.median(of[None])
+
+    fla = [
+        ratio
+        for member in ("gated_deltanet", "kda")
+        for ratio in over_ours("fla", member, "trained")
+    ]
+    words = f"{min(fla):.1f} to {max(fla):.1f} times with the trained ones"
+    assert words in README
+    less = [100 * (1 - x) for x in over_ours("nvidia", "kda", "bounded")]
+    assert f"by {min(less):.0f} to {max(less):.0f} % where all" in README
+    train, long = over_ours("nvidia", "kda", "safe")
+    assert f"theirs take {train:.2f} and {long:.1f} times as long" in README
