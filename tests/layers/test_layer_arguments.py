@@ -187,6 +187,12 @@ def test_a_layer_says_how_it_differs(layer):
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
+def test_options_that_a_layer_names_are_its_own(layer):
+    named = re.findall(r"``(\w+)(?:``|=)", layer.__doc__)
+    assert {*named} <= {*inspect.signature(layer).parameters}
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
 def test_arguments_have_one_order(layer):
     """dim, num_heads, head_dim, each that there is; the rest by name."""
     parameters = inspect.signature(layer).parameters.values()

@@ -43,10 +43,10 @@ class SoftmaxAttention(Layer):
         y = W_o softmax(q k^T / sqrt(K)) v
 
     by PyTorch's scaled_dot_product_attention. Qwen3-Next's has ``qk_norm``,
-    ``gate``, a ``rotary_fraction`` of 0.25 and head_dim 256; OLMo-Hybrid's
-    has ``qk_norm`` with ``head_qk_norm=False``, and no positions. Kimi
-    Linear's has none either, and is multi-head latent attention, which this
-    is not.
+    ``output_gate``, a ``rotary_fraction`` of 0.25 and head_dim 256. OLMo's
+    in its hybrid has ``qk_norm`` with ``head_qk_norm=False``, and no
+    positions. Kimi Linear's has none either, and is multi-head latent
+    attention, which this is not.
 
     Differs from the published one in: rotary positions, which turn q and k
     unless ``theta=None`` (Vaswani et al. 2017 add positions to the
@@ -185,7 +185,7 @@ class SoftmaxAttention(Layer):
     def fused_step(
         self, x: Tokens, norm: nn.RMSNorm, state: LayerState
     ) -> Tokens | None:
-        """x + layer(norm(x)), in fewer launches; see :class:`Layer`."""
+        """x + layer(norm(x)), in few launches: :meth:`.Layer.fused_step`."""
         modules = self.qkv_proj, self.g_proj
         parts = norm, *modules, self.o_proj
         if not is_plain_layer(self, SoftmaxAttention, x, parts):

@@ -131,7 +131,7 @@ class GatedDeltaNet(Layer):
     def fused_step(
         self, x: Tokens, norm: nn.RMSNorm, state: LayerState
     ) -> Tokens | None:
-        """x + layer(norm(x)), in few launches; see :class:`Layer`."""
+        """x + layer(norm(x)), in few launches: :meth:`.Layer.fused_step`."""
         if self.b_bias is not None:
             return None
         modules = self.qkv_proj, self.ab_proj, self.g_proj

@@ -117,7 +117,7 @@ class KimiDeltaAttention(Layer):
     def fused_step(
         self, x: Tokens, norm: nn.RMSNorm, state: LayerState
     ) -> Tokens | None:
-        """x + layer(norm(x)), in few launches; see :class:`Layer`."""
+        """x + layer(norm(x)), in few launches: :meth:`.Layer.fused_step`."""
         modules = self.qkv_proj, self.f_proj, self.b_proj, self.g_proj
         return fused_layer_step(
             x, norm, self, KimiDeltaAttention, state, modules

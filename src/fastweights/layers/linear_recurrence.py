@@ -152,7 +152,7 @@ class LinearRecurrence(Layer):
     def fused_step(
         self, x: Tokens, norm: nn.RMSNorm, state: LayerState
     ) -> Tokens | None:
-        """x + layer(norm(x)), in few launches; see :class:`Layer`."""
+        """x + layer(norm(x)), in few launches: :meth:`.Layer.fused_step`."""
         if self.decay is not None and self.a_proj is None:
             return None
         modules = self.qkv_proj, self.a_proj, self.b_proj, self.g_proj

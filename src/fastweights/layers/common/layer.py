@@ -186,7 +186,18 @@ class Layer(CheckedModule):
         """x + layer(norm(x)) of a few tokens per sequence, the state in place.
 
         In fewer launches than the modules make. None where the layer has no
-        way for that (:mod:`fastweights.layers.common.fused_step`).
+        way for that (:mod:`fastweights.layers.common.fused_step`): it finds
+        out before it writes. Else ``state`` is the one after these tokens, of
+        which it took in ``num_accepted``; the caller sets that to None.
+        """
+        return None
+
+    def new_state(
+        self, num_sequences: int, capacity: int, **factory: Any
+    ) -> LayerState | None:
+        """An empty state with room for ``capacity`` tokens per sequence.
+
+        Of a layer whose states grow. None: a call makes the first state.
         """
         return None
 
@@ -232,8 +243,7 @@ class Layer(CheckedModule):
         Those of the first state that a call has made. Where none has, a
         meta state tells, for which PyTorch loads its compiler.
         """
-        make = getattr(self, "new_state", None)
-        return _row_shapes(make(1, 1) if make else self.meta_state(1))
+        return _row_shapes(self.new_state(1, 1) or self.meta_state(1))
 
 
 def _row_shapes(state: LayerState) -> dict[str, tuple[int, ...]]:
