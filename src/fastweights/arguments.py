@@ -11,7 +11,7 @@ import math
 import numbers
 import os
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -42,6 +42,16 @@ class Operands(NamedTuple):
     erase_key: Tensor | None = None
     initial_state: Tensor | None = None
     cu_seqlens: Tensor | None = None
+
+    @property
+    def per_token(self) -> tuple[Any, ...]:
+        """Those with a row for each token."""
+        return self[:-2]
+
+    @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """Those with gradients."""
+        return self[:-1]
 
 
 class OperatorOptions(NamedTuple):

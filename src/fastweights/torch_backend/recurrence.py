@@ -111,7 +111,7 @@ def forward(
 ) -> tuple[Tensor, States, list[Tensor]]:
     """Outputs, final states, and what the backward re-uses."""
     q, _, v, *_, initial_state, cu_seqlens = operands
-    tokens = widen(*operands[:6])
+    tokens = widen(*operands.per_token)
     state = copy_states(q, state_shape(q, v), initial_state, cu_seqlens)
     saved = empty_saved(operands, options)
     single_token = v.shape[1] == 1 and not options.invariant
@@ -153,7 +153,7 @@ def backward(
     depends on that output.
     """
     q, _, v, *_, initial_state, cu_seqlens = operands
-    tokens = widen(*operands[:6])
+    tokens = widen(*operands.per_token)
     do = torch.zeros_like(v) if do is None else do
     do = do.to(compute_dtype(q.dtype))
     dS = None
@@ -191,7 +191,7 @@ def backward(
         grads[:2] = (
             x.unflatten(2, (q.shape[2], -1)).sum(3) for x in grads[:2]
         )
-    inputs = [x for x in operands[:7] if x is not None]
+    inputs = [x for x in operands.differentiable if x is not None]
     if dS is not None:
         grads.append(dS)
     return [
