@@ -23,8 +23,8 @@ from fastweights.kernels.gpu import gpu_of
 from fastweights.kernels.recurrence import backend, stages
 from fastweights.kernels.recurrence.schedule import (
     SCALE,
-    CallNumber,
     Launch,
+    RuntimeNumber,
     Schedule,
     TensorSpec,
     _allocate_descriptors,
@@ -42,7 +42,7 @@ from fastweights.kernels.recurrence.settings import (
 )
 from fastweights.kernels.recurrence.stages import CallTensors
 
-T = CallNumber("T")
+T = RuntimeNumber("T")
 rules = pytest.mark.parametrize("rule", RULES)
 
 
@@ -201,11 +201,14 @@ def two_launches(kernel, tma=False, **options):
     rest, settings = (Constants(tma),), {"num_warps": 4} | options
     launches = [
         Launch(
-            kernel, CallNumber("slots"), ((x, y), (None, T), *rest), settings
+            kernel,
+            RuntimeNumber("slots"),
+            ((x, y), (None, T), *rest),
+            settings,
         ),
         Launch(
             kernel,
-            CallNumber("slots", 3, 2),
+            RuntimeNumber("slots", 3, 2),
             (y, z, (SCALE, 6), *rest),
             settings,
         ),
@@ -355,7 +358,7 @@ def test_tensors_of_a_buffer_are_aligned():
     sizes = ("tokens", 1), ("N", 64), ("slots", 0), ("L", 129), ("T", 5)
     rooms = [TensorSpec("x", of, (n,), torch.uint8) for of, n in sizes]
     lengths = Lengths(*[1] * 8)._replace(N=2)
-    lines = [x.num_lines for x in rooms]
+    lines = [x.lines for x in rooms]
     assert buffer_offsets(lines, lengths) == [0, 128, 256, 256, 512, 640]
     assert buffer_offsets([], lengths) == [0]
 

@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 
 from fastweights.kernels.recurrence.schedule import (
     SCALE,
-    CallNumber,
+    RuntimeNumber,
     TensorSpec,
     regroup,
 )
@@ -87,7 +87,7 @@ def source_of(launch):
         if isinstance(x, TensorSpec):
             aligned[path] = [["tt.divisibility", 16]]
             return "*" + canonicalize_dtype(x.dtype)
-        if isinstance(x, CallNumber):
+        if isinstance(x, RuntimeNumber):
             return "fp32" if x == SCALE else "i32"
         constants[path] = x
         return "constexpr"

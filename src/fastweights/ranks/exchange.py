@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastweights.kernels.recurrence.state_passing import (
-    Launches,
+    ExchangeLaunches,
     StatePassing,
 )
 from fastweights.ranks.group import Ranks
@@ -27,7 +27,7 @@ from fastweights.ranks.shard import Shard, shard_of, where_rows
 class Exchange:
     """The exchange of one call, by its method ``forward`` or ``backward``.
 
-    Both are a state_passing.ExchangeStates. ``maps`` are those that
+    Both are a state_passing.StateExchange. ``maps`` are those that
     prefix_over_ranks returns, ``last`` is the state that leaves the last rank
     if maps are gathered, ``dstate`` this rank's part in its gradient. If it is
     ``invariant``, equal ranks of a batch compose in turn: see compose_all.
@@ -70,18 +70,20 @@ class Exchange:
             M = products.unflatten(0, (len(B), -1))[:, -1]
         return self.shard.where_passing(M) if self.shard else M
 
-    def forward(self, passing: StatePassing, launch: Launches) -> None:
+    def forward(
+        self, passing: StatePassing, launches: ExchangeLaunches
+    ) -> None:
         """Set ``entering`` to the states that enter this rank's sequences."""
         entering, size, s = passing.entering, self.ranks.size, self.shard
         if self.in_turn:
             first = self.ranks.gather(entering)[0]
             order = range(size)
-            self.last = self.compose_all(passing, launch, first, order)
+            self.last = self.compose_all(passing, launches, first, order)
             wide = 1 if passing.maps is None else passing.maps.shape[-1]
             shape = *entering.shape[:-1], wide + entering.shape[-1]
             self.maps = entering.new_zeros(size, *shape)  # a backward asks
             return
-        launch.compose()
+        launches.compose()
         B = passing.leaving
         if s:
             sends = s.sends & (self.T > 0)
@@ -89,13 +91,15 @@ class Exchange:
         M = self.own_map(passing.products, B)
         matrix = M.shape[-1] == M.shape[-2]
         state, self.last, self.maps = prefix_over_ranks(
-            self.ranks, M, B, matrix, self.invariant, launch.meanwhile
+            self.ranks, M, B, matrix, self.invariant, launches.meanwhile
         )
         if self.ranks.rank > 0:
             rows = s and (s.incoming, s.receives)
-            self.add_entering(state, entering, rows, launch)
+            self.add_entering(state, entering, rows, launches)
 
-    def backward(self, passing: StatePassing, launch: Launches) -> None:
+    def backward(
+        self, passing: StatePassing, launches: ExchangeLaunches
+    ) -> None:
         """Set ``entering`` to the gradient of the states that leave them."""
         entering, size, s = passing.entering, self.ranks.size, self.shard
         if self.in_turn:
@@ -103,28 +107,28 @@ class Exchange:
             if self.dstate is not None:
                 grad = self.ranks.gather(self.dstate).double().sum(0).to(grad)
             order = range(size)[::-1]
-            self.compose_all(passing, launch, grad, order)
-            launch.meanwhile()
+            self.compose_all(passing, launches, grad, order)
+            launches.meanwhile()
             return
-        launch.compose()
+        launches.compose()
         D = passing.leaving
         if s:
             receives = s.receives & (self.T > 0)
             D = where_rows(receives, D.index_select(0, s.incoming), 0)
         M, dlast = self.maps[..., : -D.shape[-1]], self.dstate
         state = suffix_over_ranks(
-            self.ranks, M, D, dlast, self.invariant, launch.meanwhile
+            self.ranks, M, D, dlast, self.invariant, launches.meanwhile
         )
         if state is not None:
             rows = s and (s.outgoing, s.sends)
-            self.add_entering(state, entering, rows, launch)
+            self.add_entering(state, entering, rows, launches)
 
     @staticmethod
     def add_entering(
         state: Tensor,
         entering: Tensor,
         rows: tuple[Tensor, Tensor] | None,
-        launch: Launches,
+        launches: ExchangeLaunches,
     ) -> None:
         """Add what other ranks sent to what enters, in a pack to one row."""
         if rows:
@@ -134,12 +138,12 @@ class Exchange:
             entering += arriving
         else:
             arriving = entering.copy_(state)
-        launch.add_arriving(entering=arriving)
+        launches.add_arriving(entering=arriving)
 
     def compose_all(
         self,
         passing: StatePassing,
-        launch: Launches,
+        launches: ExchangeLaunches,
         state: Tensor,
         order: range,
     ) -> Tensor:
@@ -157,7 +161,7 @@ class Exchange:
             if r == self.ranks.rank:
                 passing.entering.copy_(state)
             group = {name: x[r].clone() for name, x in gathered.items()}
-            launch.compose(entering=state, **group)
+            launches.compose(entering=state, **group)
             state = group["leaving"]
-        launch.compose()
+        launches.compose()
         return state

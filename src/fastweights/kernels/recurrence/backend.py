@@ -26,7 +26,7 @@ from fastweights.kernels.recurrence.schedule import (
 )
 from fastweights.kernels.recurrence.settings import CallKind, lengths_of
 from fastweights.kernels.recurrence.stages import CallTensors
-from fastweights.kernels.recurrence.state_passing import ExchangeStates
+from fastweights.kernels.recurrence.state_passing import StateExchange
 
 
 def kind_of(
@@ -61,7 +61,7 @@ def empty_saved(
     kind, sizes = kind_of(tensors, options, on_ranks)
     lengths = lengths_of.__wrapped__(kind, *sizes)  # no symbol is a key
     saved = stages.TensorSpecs(kind, dtypes_of(tensors)).saved
-    size = buffer_offsets((x.num_lines for x in saved), lengths)[-1]
+    size = buffer_offsets((x.lines for x in saved), lengths)[-1]
     return allocate(saved, size, operands.q, lengths)
 
 
@@ -81,7 +81,7 @@ def run_schedule(
     inputs: Iterable[Tensor | None],
     saved: list[Tensor] | None,
     options: OperatorOptions,
-    exchange: ExchangeStates | None = None,
+    exchange: StateExchange | None = None,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """The results of a forward, or with ``saved`` of a backward; and saved.
 
@@ -116,7 +116,7 @@ def run_schedule(
 def forward(
     operands: Operands,
     options: OperatorOptions,
-    exchange: ExchangeStates | None = None,
+    exchange: StateExchange | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """o in v's dtype, the final states in fp32, and what is saved.
 
@@ -133,7 +133,7 @@ def backward(
     operands: Operands,
     saved: list[Tensor],
     options: OperatorOptions,
-    exchange: ExchangeStates | None = None,
+    exchange: StateExchange | None = None,
 ) -> list[Tensor]:
     """Gradients of q, k, v and, if given, g, beta, erase_key, initial_state.
 

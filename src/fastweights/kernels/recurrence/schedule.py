@@ -3,9 +3,9 @@
 Which kernels a call launches, and on what, follows from its dtypes, its
 widths and which arguments it has. To find that takes Python hundreds of
 microseconds, so it is done once per kind of call. Each call then multiplies:
-a :class:`TensorSpec` says how many rows each tensor has, and a
-:class:`CallNumber` what each grid and number is, in proportion to one of the
-call's :class:`fastweights.kernels.recurrence.settings.Lengths`.
+a :class:`TensorSpec` says how many rows each tensor has, a
+:class:`RuntimeNumber` what each grid and number is, in proportion to one of
+the call's :class:`fastweights.kernels.recurrence.settings.Lengths`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch import Tensor
 from fastweights import torch_internals
 from fastweights.kernels.recurrence.settings import IntLike, Lengths
 from fastweights.kernels.recurrence.state_passing import (
-    ExchangeStates,
-    Launches,
+    ExchangeLaunches,
+    StateExchange,
 )
 from fastweights.kernels.tile import INTERPRETED
 
@@ -49,10 +49,10 @@ class TensorSpec:
     dtype: torch.dtype
 
     @property
-    def num_lines(self) -> CallNumber:
+    def lines(self) -> RuntimeNumber:
         """Its lines of ALIGNMENT bytes in a buffer."""
         size = prod(self.row) * self.dtype.itemsize
-        return CallNumber(self.length, size, ALIGNMENT)
+        return RuntimeNumber(self.length, size, ALIGNMENT)
 
     @staticmethod
     def data_ptr() -> int:
@@ -75,8 +75,8 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class CallNumber:
-    """A call's number: ``times`` one of its lengths, over ``per``, up."""
+class RuntimeNumber:
+    """A number that a call decides: ``times`` a length, over ``per``, up."""
 
     length: str
     times: int = 1
@@ -87,10 +87,12 @@ class CallNumber:
         return -(getattr(lengths, self.length) * -self.times // self.per)
 
 
-SCALE = CallNumber("scale")  # the number that no length decides
+SCALE = RuntimeNumber("scale")  # the number that no length decides
 
 
-def buffer_offsets(lines: Iterable[CallNumber], lengths: Lengths) -> list[Any]:
+def buffer_offsets(
+    lines: Iterable[RuntimeNumber], lengths: Lengths
+) -> list[Any]:
     """Where tensors of these sizes begin in one buffer; then its bytes."""
     numbers = [x.value(lengths) for x in lines]
     return [ALIGNMENT * n for n in accumulate(numbers, initial=0)]
@@ -104,12 +106,12 @@ def regroup(group: tuple, members: Iterable[Any]) -> Any:
 def stand_in(x: Any) -> Any:
     """An argument as Triton takes it to compile a kernel.
 
-    A :class:`CallNumber` is 2 there: for 1, and for what 16 divides, Triton
+    A :class:`RuntimeNumber` is 2 there: for 1, and for what 16 divides, Triton
     compiles other kernels. The scale is 1.0.
     """
     if isinstance(x, tuple):
         return regroup(x, map(stand_in, x))
-    if isinstance(x, CallNumber):
+    if isinstance(x, RuntimeNumber):
         return 1.0 if x == SCALE else 2
     return x
 
@@ -155,12 +157,13 @@ def tensor_views(
 class Launch(NamedTuple):
     """A kernel, its number of programs, and its arguments, in order.
 
-    Among them a :class:`TensorSpec` becomes an address, a :class:`CallNumber`
-    a number, and a tuple a group of either; all others are constants.
+    Among them a :class:`TensorSpec` becomes an address, a
+    :class:`RuntimeNumber` a number, and a tuple a group of either; all others
+    are constants.
     """
 
     kernel: Any
-    programs: CallNumber
+    programs: RuntimeNumber
     arguments: tuple[Any, ...]
     options: dict[str, int]  # num_warps and the like
 
@@ -234,10 +237,10 @@ class Schedule:
         arguments = [*{argument_key(x): x for x in arguments}.values()]
         groups = [x for x in arguments if isinstance(x, tuple)]
         members = {argument_key(x): x for x in flatten(arguments)}.values()
-        numbers = [x for x in members if type(x) is CallNumber]
+        numbers = [x for x in members if type(x) is RuntimeNumber]
         self.numbers = [x for x in numbers if x != SCALE]
         self.constants = [
-            x for x in members if not isinstance(x, TensorSpec | CallNumber)
+            x for x in members if not isinstance(x, TensorSpec | RuntimeNumber)
         ]
         specs = {x.name: x for x in members if isinstance(x, TensorSpec)}
         names = [*self.inputs, *(x.name for x in self.results)]
@@ -258,7 +261,7 @@ class Schedule:
         self.groups = [select(x) for x in groups]
         self.selectors = [select(x.arguments) for x in self.launches]
         buffers = self.saved, self.scratch
-        self.lines = [[x.num_lines for x in specs] for specs in buffers]
+        self.lines = [[x.lines for x in specs] for specs in buffers]
         self.tma = any(getattr(x, "TMA", False) for x in self.constants)
         self.prepare_once = lru_cache(maxsize=256)(self.prepare)
 
@@ -289,7 +292,7 @@ class Schedule:
         lengths: Lengths,
         scale: float,
         saved: list[Tensor] | None = None,
-        exchange: ExchangeStates | None = None,
+        exchange: StateExchange | None = None,
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Run all launches; return the results by name, and what is saved.
 
@@ -342,7 +345,7 @@ class Schedule:
         runs: list,
         values: list[Any],
         tensor_of: dict[str, Any],
-        exchange: ExchangeStates,
+        exchange: StateExchange,
     ) -> None:
         """Launch all, ``exchange_launches`` as the exchange asks for them."""
         asked = self.exchange_launches
@@ -359,7 +362,7 @@ class Schedule:
             }
             run(regroup(passing, group)._replace(**replaced), *arguments)
 
-        launches = Launches(
+        launches = ExchangeLaunches(
             functools.partial(run_with, compose),
             functools.partial(launch, runs[compose + 1 : arriving], values),
             functools.partial(run_with, arriving),

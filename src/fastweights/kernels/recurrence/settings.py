@@ -318,7 +318,7 @@ class Lengths(NamedTuple):
 
     Every tensor between the kernels, every grid and every number that a
     kernel is given is a multiple of one of these
-    (``schedule.TensorSpec``, ``schedule.CallNumber``).
+    (``schedule.TensorSpec``, ``schedule.RuntimeNumber``).
     """
 
     B: IntLike

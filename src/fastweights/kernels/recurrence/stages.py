@@ -35,8 +35,8 @@ from fastweights.kernels.recurrence.scan import (
 )
 from fastweights.kernels.recurrence.schedule import (
     SCALE,
-    CallNumber,
     Launch,
+    RuntimeNumber,
     Schedule,
     TensorSpec,
 )
@@ -48,7 +48,7 @@ from fastweights.kernels.recurrence.settings import (
 from fastweights.kernels.recurrence.state_passing import StatePassing
 from fastweights.kernels.tail import ROWS, clear_tail_kernel
 
-T, N, L = CallNumber("T"), CallNumber("N"), CallNumber("L")
+T, N, L = RuntimeNumber("T"), RuntimeNumber("N"), RuntimeNumber("L")
 
 # A call's tensors: its operands, and for a backward its outputs' gradients.
 CallTensors = namedtuple(
@@ -209,7 +209,7 @@ class ScheduleBuilder:
         self.launches: list[Launch] = []
 
     def add(
-        self, stage: str, kernel: Any, programs: CallNumber, *groups: Any
+        self, stage: str, kernel: Any, programs: RuntimeNumber, *groups: Any
     ) -> None:
         """A stage's kernel and what it is given before call and META."""
         meta, options = settings_of(stage, self.kind)
@@ -221,14 +221,16 @@ class ScheduleBuilder:
     ) -> None:
         """:meth:`add`, with a program for each value tile of a head."""
         NV = meta_of(stage, self.kind).NV
-        self.add(stage, kernel, CallNumber(length, self.kind.HV * NV), *groups)
+        self.add(
+            stage, kernel, RuntimeNumber(length, self.kind.HV * NV), *groups
+        )
 
     def add_compose(self, stage: str, passing: StatePassing) -> None:
         """compose_kernel; on ranks maps have programs, too."""
         kind = self.kind
         meta = meta_of(stage, kind)
         tiles = meta.NV + (meta.NM if kind.on_ranks and kind.delta else 0)
-        programs = CallNumber("borders", kind.HV * tiles)
+        programs = RuntimeNumber("borders", kind.HV * tiles)
         self.add(stage, compose_kernel, programs, passing)
 
     def add_arriving(self, stage: str, passing: StatePassing) -> None:
@@ -244,7 +246,7 @@ class ScheduleBuilder:
             tensors = tuple(x for x in written if x.length == "tokens")
             widths = tuple(prod(x.row) for x in tensors)
             arguments = (tensors, offsets, N, T, widths)
-            programs = CallNumber("tokens", 1, ROWS.value)
+            programs = RuntimeNumber("tokens", 1, ROWS.value)
             clear = (clear_tail_kernel, programs, arguments, {"num_warps": 4})
             self.launches.append(Launch(*clear))
         exchange = None
@@ -272,7 +274,7 @@ def forward_schedule(
     scores = Scores(x.Aqk, x.R)
     if kind.gate_width or kind.delta:
         groups = x.inputs, x.qk, x.decays, scores, x.marks
-        programs = CallNumber("slots", HV)
+        programs = RuntimeNumber("slots", HV)
         builder.add("intra", intra_fwd_kernel, programs, *groups)
         if kind.per_channel:
             stage = "intra_unfactorable"
@@ -284,7 +286,7 @@ def forward_schedule(
         states = States(x.initial_state, x.border_states, x.maps)
         outputs = Outputs(state=x.state)
         groups = x.qk, x.v, x.decays, Scores(R=x.R), states, outputs
-        programs = CallNumber("borders", HV * tiles)
+        programs = RuntimeNumber("borders", HV * tiles)
         builder.add("segment_maps", scan_fwd_kernel, programs, *groups)
         ends = x.initial_state, x.border_states, x.state
         passing = StatePassing(*ends, x.maps, x.products)
@@ -314,14 +316,14 @@ def backward_schedule(
     scores, output_grads = Scores(x.Aqk, x.R), OutputGrads(x.do, x.dstate)
     if kind.per_channel:
         groups = x.inputs, x.qk, x.decays, Scores(), None
-        programs = CallNumber("slots", HV)
+        programs = RuntimeNumber("slots", HV)
         stage = "intra_again"
         builder.add(stage, intra_fwd_kernel, programs, *groups)
     if segmented:
         stage = "segment_maps_backward"
         grads = ScanGrads(None, None, None, x.dinitial_state, x.border_grads)
         groups = x.qk, x.decays, scores, None, output_grads, grads
-        programs = CallNumber("borders", 2 * HV * meta_of(stage, kind).NV)
+        programs = RuntimeNumber("borders", 2 * HV * meta_of(stage, kind).NV)
         builder.add(stage, scan_bwd_kernel, programs, *groups)
         ends = x.dstate, x.border_grads, x.dinitial_state
         passing = StatePassing(*ends, x.maps, x.products)
@@ -348,12 +350,12 @@ def backward_schedule(
     dg = None if kind.per_head else x.dg
     gates = dg, x.dg_parts, x.dtotal
     grads = IntraGrads(x.dq, x.dk, *gates, dbeta_of_rows, x.derase_key)
-    programs = CallNumber("slots", H * meta_of("intra_backward", kind).NK)
+    programs = RuntimeNumber("slots", H * meta_of("intra_backward", kind).NK)
     groups = x.g, x.qk, x.decays, x.marks, scan_results, grads
     builder.add("intra_backward", intra_bwd_kernel, programs, *groups)
     if kind.per_head:
         groups = x.dg_parts, x.dtotal, x.dg
-        programs = CallNumber("slots", HV)
+        programs = RuntimeNumber("slots", HV)
         builder.add("gate_backward", gate_bwd_kernel, programs, *groups)
     if kind.per_channel:
         groups = x.inputs, x.decays, x.marks, scan_results, grads

@@ -27,7 +27,7 @@ class LaunchWith(Protocol):
     def __call__(self, **tensors: Tensor) -> None: ...
 
 
-class Launches(NamedTuple):
+class ExchangeLaunches(NamedTuple):
     """What a schedule leaves to the exchange of states to launch."""
 
     compose: LaunchWith
@@ -35,4 +35,4 @@ class Launches(NamedTuple):
     add_arriving: LaunchWith
 
 
-ExchangeStates = Callable[[StatePassing, Launches], None]
+StateExchange = Callable[[StatePassing, ExchangeLaunches], None]
