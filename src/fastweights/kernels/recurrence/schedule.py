@@ -212,6 +212,13 @@ def compile_together(*schedules: Schedule) -> None:
     torch_internals.compile_each(Launch.compile, launches)
 
 
+class ExchangedLaunches(NamedTuple):
+    """The first and the last launch that are left to an exchange of states."""
+
+    compose: int
+    add_arriving: int
+
+
 @dataclass
 class Schedule:
     """The launches of one kind of call, and where their tensors lie.
@@ -221,15 +228,14 @@ class Schedule:
     which the forward makes and the backward is handed; all other tensors
     share one, ``scratch``, that is freed after the last launch.
 
-    On ranks ``exchange_launches`` are those from compose_kernel's up to
-    add_arriving_kernel's, which a call leaves to its ``exchange``.
+    On ranks a call leaves those ``exchanged`` to its ``exchange``.
     """
 
     launches: Sequence[Launch]
     inputs: Sequence[str]
     results: Sequence[TensorSpec]
     saved: Sequence[TensorSpec]
-    exchange_launches: slice | None = None
+    exchanged: ExchangedLaunches | None = None
     kernels: list[Any] = field(default_factory=list)  # once they are loaded
 
     def __post_init__(self) -> None:
@@ -247,7 +253,9 @@ class Schedule:
         names += [x.name for x in self.saved]
         self.scratch = [x for x in specs.values() if x.name not in names]
         names += [x.name for x in self.scratch]
+        # As __call__ has the values.
         order = [SCALE, *names, *self.numbers, *self.constants, *groups]
+        self.num_values = len(order) - len(groups)
         indices = {argument_key(x): i for i, x in enumerate(order)}
 
         def select(group: tuple[Any, ...]) -> Callable[[list], tuple]:
@@ -325,6 +333,7 @@ class Schedule:
             values += [saved_at + x for x in saved_offsets[:-1]]
             values += [scratch_at + x for x in scratch_offsets[:-1]]
             values += numbers
+        assert len(values) == self.num_values  # in the order of __post_init__
         values += [select(values) for select in self.groups]
         launch = launch_with_descriptors if self.tma else launch_all
         if exchange is None:
@@ -347,10 +356,9 @@ class Schedule:
         tensor_of: dict[str, Any],
         exchange: StateExchange,
     ) -> None:
-        """Launch all, ``exchange_launches`` as the exchange asks for them."""
-        asked = self.exchange_launches
-        assert asked is not None
-        compose, arriving = asked.start, asked.stop
+        """Launch all, some of them as the exchange asks for them."""
+        assert self.exchanged is not None
+        compose, arriving = self.exchanged
         passing = self.launches[compose].arguments[0]
 
         def run_with(n: int, **tensors: Tensor) -> None:

@@ -35,6 +35,7 @@ from fastweights.kernels.recurrence.scan import (
 )
 from fastweights.kernels.recurrence.schedule import (
     SCALE,
+    ExchangedLaunches,
     Launch,
     RuntimeNumber,
     Schedule,
@@ -207,6 +208,7 @@ class ScheduleBuilder:
     def __init__(self, kind: CallKind, dtypes: CallTensors) -> None:
         self.kind, self.specs = kind, TensorSpecs(kind, dtypes)
         self.launches: list[Launch] = []
+        self.exchanged: ExchangedLaunches | None = None
 
     def add(
         self, stage: str, kernel: Any, programs: RuntimeNumber, *groups: Any
@@ -231,11 +233,13 @@ class ScheduleBuilder:
         meta = meta_of(stage, kind)
         tiles = meta.NV + (meta.NM if kind.on_ranks and kind.delta else 0)
         programs = RuntimeNumber("borders", kind.HV * tiles)
+        self.compose = len(self.launches)
         self.add(stage, compose_kernel, programs, passing)
 
     def add_arriving(self, stage: str, passing: StatePassing) -> None:
         """add_arriving_kernel, which needs none of the maps themselves."""
-        states = passing._replace(maps=None)
+        states, here = passing._replace(maps=None), len(self.launches)
+        self.exchanged = ExchangedLaunches(self.compose, here)
         self.add_tiles(stage, add_arriving_kernel, "borders", states)
 
     def schedule(self, *results: TensorSpec | None) -> Schedule:
@@ -249,15 +253,8 @@ class ScheduleBuilder:
             programs = RuntimeNumber("tokens", 1, ROWS.value)
             clear = (clear_tail_kernel, programs, arguments, {"num_warps": 4})
             self.launches.append(Launch(*clear))
-        exchange = None
-        if self.kind.on_ranks:
-            kernels = [launch.kernel for launch in self.launches]
-            ends = compose_kernel, add_arriving_kernel
-            exchange = slice(*map(kernels.index, ends))
-        saved = self.specs.saved
-        return Schedule(
-            self.launches, CallTensors._fields, written, saved, exchange
-        )
+        names, saved = CallTensors._fields, self.specs.saved
+        return Schedule(self.launches, names, written, saved, self.exchanged)
 
 
 @lru_cache(maxsize=4096)

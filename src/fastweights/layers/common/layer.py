@@ -193,7 +193,12 @@ class Layer(CheckedModule):
         return None
 
     def new_state(
-        self, num_sequences: int, capacity: int, **factory: Any
+        self,
+        num_sequences: int,
+        capacity: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> LayerState | None:
         """An empty state with room for ``capacity`` tokens per sequence.
 
