@@ -40,7 +40,7 @@ def compile_decode(
         NORM=layer,
         LOWER_BOUND=None,
         MAX_BETA=2.0 if layer else 0.0,
-        AHEAD=layer,
+        STATE_IS_READY=layer,
         EARLY=capability >= 90,
         BK=BK,
         BV=BV,

@@ -35,7 +35,7 @@ from fastweights.compat.packed import offsets_of
 from fastweights.dtypes import compute_dtype, upcast
 from fastweights.heads import l2norm
 from fastweights.ops.common.registration import needs_gradient
-from fastweights.ops.decode import MAX_TOKENS, decode_step
+from fastweights.ops.decode import MAX_STEP_TOKENS, decode_step
 from fastweights.ops.members import (
     clamp_gate,
     comba_operands,
@@ -183,7 +183,7 @@ def _compute(name: str, x: Arguments) -> tuple[Tensor, Tensor | None]:
         state = state.mT.contiguous() if x.get("state_v_first") else state
     if (
         name.startswith("fused")
-        and shape[1] <= MAX_TOKENS
+        and shape[1] <= MAX_STEP_TOKENS
         and state is not None
         and offsets is None
         and not needs_gradient(*tokens, state)

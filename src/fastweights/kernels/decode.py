@@ -44,7 +44,7 @@ class DecodeMeta(NamedTuple):
     NORM: bool  # whether q and k are brought to unit length
     LOWER_BOUND: float | None  # of g, with decay_parameters
     MAX_BETA: float  # of a sigmoid, 0 where beta comes as it is
-    AHEAD: bool  # whether the kernel before has not written to the state
+    STATE_IS_READY: bool  # whether the kernel before does not write to it
     EARLY: bool  # whether the kernel starts before the one before is done
     BK: int
     BV: int
@@ -88,7 +88,7 @@ def decode_kernel(
     BK: tl.constexpr = META.BK
     BV: tl.constexpr = META.BV
     HV: tl.constexpr = META.HV
-    if META.EARLY and not META.AHEAD:
+    if META.EARLY and not META.STATE_IS_READY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -112,7 +112,7 @@ def decode_kernel(
             b_bias = tl.load(dt_bias + i_hv).to(tl.float32)
         else:
             b_bias = load_vector(dt_bias + i_hv * K, o_k, K).to(tl.float32)
-    if META.EARLY and META.AHEAD:
+    if META.EARLY and META.STATE_IS_READY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     if num_accepted is not None:
@@ -211,7 +211,7 @@ def decode(
     decay_parameters: tuple[Tensor, Tensor] | None = None,
     lower_bound: float | None = None,
     max_beta: float = 0.0,
-    ahead: bool = False,
+    state_is_ready: bool = False,
 ) -> Tensor:
     """o in v's dtype; ``state`` is updated in place, contiguous or not.
 
@@ -220,8 +220,8 @@ def decode(
     ``decay_parameters`` (A_log [HV], dt_bias [HV] or [HV K]) g is what
     :class:`fastweights.layers.Decay` with this ``lower_bound`` takes. The
     strength is ``max_beta`` times the sigmoid of beta, unless that is 0.
-    ``ahead`` says that the kernel launched before has not written to the
-    state.
+    ``state_is_ready`` says that the kernel launched before does not write to
+    the state.
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -243,7 +243,7 @@ def decode(
         NORM=normalize,
         LOWER_BOUND=lower_bound,
         MAX_BETA=max_beta,
-        AHEAD=ahead,
+        STATE_IS_READY=state_is_ready,
         EARLY=early,
         BK=BK,
         BV=BV,

@@ -13,7 +13,7 @@ from fastweights.arguments import check_integers, check_number, is_readable
 from fastweights.models.decoding import NOT_FINITE, Decoding, prefill
 from fastweights.models.model import LanguageModel
 from fastweights.models.sampling import Sampling
-from fastweights.ops.decode import MAX_TOKENS
+from fastweights.ops.decode import MAX_STEP_TOKENS
 
 STEPS_PER_CHECK = 16
 """Tokens after which a GPU is asked whether to go on."""
@@ -52,7 +52,7 @@ def stream(
     check_sampling(max_new_tokens, temperature, top_p, generator)
     stop_tokens = as_stops(stop, V)
     # A pass that checks drafts reads beyond the last token.
-    logits, states = prefill(model, rows, max_new_tokens + MAX_TOKENS)
+    logits, states = prefill(model, rows, max_new_tokens + MAX_STEP_TOKENS)
     device = logits.device
     sampling = _sampling_of(len(rows), temperature, top_p, generator, device)
     if draft is not None and max_new_tokens:

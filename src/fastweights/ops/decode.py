@@ -46,7 +46,7 @@ from fastweights.ops.common.rows import (
 from fastweights.ranks.group import refuse_ranks
 from fastweights.torch_backend import decode as torch_backend
 
-MAX_TOKENS = 16
+MAX_STEP_TOKENS = 16
 
 NARROW_STATE_DTYPES = (torch.bfloat16,)
 """What else a state may be kept in than fp32.
@@ -179,10 +179,10 @@ def _check(
         check_rows_of_states(
             q, {"state": state}, rows, state_shape(q, v), extra_dtypes=narrow
         )
-    if q.shape[1] > MAX_TOKENS:
+    if q.shape[1] > MAX_STEP_TOKENS:
         raise ValueError(
-            f"q: got shape {list(q.shape)}, need [B, T, H, K] with "
-            f"T <= {MAX_TOKENS}; for more tokens there is linear_recurrence"
+            f"q: got shape {list(q.shape)}, need [B, T, H, K] with T <= "
+            f"{MAX_STEP_TOKENS}; for more tokens there is linear_recurrence"
         )
     if not state.is_contiguous() and _overlaps(state):
         raise ValueError(
@@ -212,9 +212,9 @@ def check_accepted(name: str, num_accepted: Tensor, **of: Tensor) -> None:
     check_dtypes(
         {**of, name: num_accepted}, {first: (x.dtype,), name: INDEX_DTYPES}
     )
-    if T > MAX_TOKENS:
+    if T > MAX_STEP_TOKENS:
         raise ValueError(
-            f"{name}: got {T} tokens, need at most {MAX_TOKENS} with it"
+            f"{name}: got {T} tokens, need at most {MAX_STEP_TOKENS} with it"
         )
     if num_accepted.shape != (B,):
         wrong_shape(name, num_accepted, f"[{B}]")

@@ -48,7 +48,7 @@ from fastweights.ops.common.rows import (
     clamp_rows,
     write_rows,
 )
-from fastweights.ops.decode import MAX_TOKENS
+from fastweights.ops.decode import MAX_STEP_TOKENS
 from fastweights.packing import copy_states, num_sequences, tail_mask
 from fastweights.ranks.group import current_ranks, refuse_ranks
 from fastweights.ranks.shard import (
@@ -381,9 +381,9 @@ def selective_step(
     x, B, C = cast_for_autocast(x, B, C)
     check_scan(x, dt, A, B, C, D, z, dt_bias, None, None)
     check_flags(dt_softplus=dt_softplus)
-    if x.shape[1] > MAX_TOKENS:
-        need = f"[B, T, D] with T <= {MAX_TOKENS}; for more tokens there is "
-        wrong_shape("x", x, f"{need}selective_scan")
+    if x.shape[1] > MAX_STEP_TOKENS:
+        need = f"[B, T, D] with T <= {MAX_STEP_TOKENS}; for more tokens there "
+        wrong_shape("x", x, f"{need}is selective_scan")
     check_rows_of_states(x, {"state": state}, rows, tuple(A.shape))
     full = compute_dtype(x.dtype)
     u, dt, A, B, C = (t.to(full) for t in (x, dt, A, B, C))

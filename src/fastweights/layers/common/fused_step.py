@@ -238,7 +238,7 @@ def fused_layer_step(
         normalize=layer.convolution.normalize,
         **gates,
         max_beta=0.0 if b is None else 1.0 + layer.allow_neg_eigval,
-        ahead=True,
+        state_is_ready=True,
     )
     return project_and_add(
         x,

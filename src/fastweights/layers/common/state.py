@@ -12,7 +12,7 @@ from torch import Tensor
 from fastweights.arguments import check_integers, check_rows, is_readable
 from fastweights.dtypes import compute_dtype
 from fastweights.ops.common.rows import clamp_rows, write_rows
-from fastweights.ops.decode import MAX_TOKENS, decode_step
+from fastweights.ops.decode import MAX_STEP_TOKENS, decode_step
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.packing import sequence_ids
 from fastweights.ranks.group import current_ranks
@@ -266,7 +266,7 @@ def state_to_step(
         return None
     if current_ranks() is not None:  # which spreads a few tokens over ranks
         return None
-    return state if x.shape[1] <= MAX_TOKENS else None
+    return state if x.shape[1] <= MAX_STEP_TOKENS else None
 
 
 def run_recurrence(
