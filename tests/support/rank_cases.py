@@ -394,14 +394,14 @@ def refused(rank):
     for given, error, said in (
         ((mesh,), ValueError, "mesh: got 2 dimensions"),
         ((2,), TypeError, "mesh: got int, need a DeviceMesh"),
-        ((mesh["a"], (7,)), ValueError, r"tokens: got \[7\], need 2 numbers"),
-        ((mesh["a"], (7, 0.5)), TypeError, r"tokens\[1\]: got float"),
+        ((mesh["a"], (7,)), ValueError, r"got \[7\], need 2 numbers"),
+        ((mesh["a"], (7, 0.5)), TypeError, r"tokens_per_rank\[1\]: got float"),
         ((mesh["a"], (0, 0)), ValueError, "one of them above 0"),
     ):
         with pytest.raises(error, match=said), fw.context_parallel(*given):
             pass
     with fw.context_parallel(mesh["a"], (7, 7)):
-        with pytest.raises(ValueError, match=f"tokens: got 14 on rank {rank}"):
+        with pytest.raises(ValueError, match=f"rank: got 14 on rank {rank}"):
             fw.linear_attention(q, k, v)
         own = [spread.cut(x, rank) for x in (q, k, v)]
         beyond = torch.tensor([0, 15])

@@ -28,13 +28,13 @@ class KimiDeltaAttention(Layer):
 
     W_f1 and W_g1 have V rows, the size of one head. Public implementations
     differ: W_g2 has a bias in flash-linear-attention and none in
-    transformers' Kimi Linear (``gate_bias``); dt_bias started at 0 in early
-    versions of flash-linear-attention; GLM-5-Next bounds the decay from
-    below by ``lower_bound=-5``, and so does Ling, with one matrix for
+    transformers' Kimi Linear (``output_gate_bias``); dt_bias started at 0 in
+    early versions of flash-linear-attention; GLM-5-Next bounds the decay
+    from below by ``lower_bound=-5``, and so does Ling, with one matrix for
     W_f2 W_f1. With fewer heads of q and k than of v, flash-linear-attention
     had one gate per head of q and k; here each value head has its own.
 
-    Differs from the published one in: no bias in W_g2 (``gate_bias``).
+    Differs from the published one in: no bias in W_g2 (``output_gate_bias``).
 
     Weights of flash-linear-attention: qkv_proj is q_proj, k_proj and v_proj
     one below the other, convolution.taps is q_conv1d, k_conv1d and v_conv1d,
@@ -50,7 +50,7 @@ class KimiDeltaAttention(Layer):
         expand_v: V / K.
         conv_size: width of the convolution, 2 to 4; None: there is none.
         allow_neg_eigval: beta in (0, 2), not (0, 1) (Grazzi et al. 2025).
-        gate_bias: whether W_g2 has a bias.
+        output_gate_bias: whether W_g2 has a bias.
         A_range, dt_range, lower_bound: as in
             :class:`fastweights.layers.Decay`.
         norm_eps: of the output norm.
@@ -68,7 +68,7 @@ class KimiDeltaAttention(Layer):
         expand_v: float = 1.0,
         conv_size: int | None = 4,
         allow_neg_eigval: bool = False,
-        gate_bias: bool = False,
+        output_gate_bias: bool = False,
         A_range: tuple[float, float] = (1.0, 16.0),
         dt_range: tuple[float, float] = (1e-3, 1e-1),
         lower_bound: float | None = None,
@@ -97,7 +97,9 @@ class KimiDeltaAttention(Layer):
             **factory,
         )
         self.b_proj = nn.Linear(dim, HV, bias=False, **factory)
-        self.g_proj = low_rank(dim, V, HV * V, bias=gate_bias, **factory)
+        self.g_proj = low_rank(
+            dim, V, HV * V, bias=output_gate_bias, **factory
+        )
         self.norm = OutputNorm(V, "sigmoid", eps=norm_eps, **factory)
         self.o_proj = nn.Linear(HV * V, dim, bias=False, **factory)
 

@@ -46,7 +46,7 @@ class Exchange:
         invariant: bool = False,
     ) -> None:
         self.ranks, self.maps, self.dstate = ranks, maps, dstate
-        self.invariant, counts = invariant, ranks.tokens
+        self.invariant, counts = invariant, ranks.tokens_per_rank
         self.T = q.shape[1] if counts is None else counts[ranks.rank]
         self.shard: Shard | None = None
         if cu_seqlens is not None:

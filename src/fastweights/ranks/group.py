@@ -36,19 +36,20 @@ class Ranks:
     group: Any
     rank: int
     size: int
-    tokens: tuple[int, ...] | None
+    tokens_per_rank: tuple[int, ...] | None
     share_final_states: bool
 
     def counts(self, T: int) -> tuple[int, ...]:
         """How many tokens each rank has, where this one has T."""
-        if self.tokens is None:
+        counts = self.tokens_per_rank
+        if counts is None:
             return (T,) * self.size
-        if self.tokens[self.rank] != T:
+        if counts[self.rank] != T:
             raise ValueError(
-                f"tokens: got {T} on rank {self.rank}, need the "
-                f"{self.tokens[self.rank]} that context_parallel was told"
+                f"tokens_per_rank: got {T} on rank {self.rank}, need the "
+                f"{counts[self.rank]} that context_parallel was told"
             )
-        return self.tokens
+        return counts
 
     def tokens_before(self, T: int) -> int:
         """How many tokens the ranks before this one have."""
@@ -72,7 +73,7 @@ class Ranks:
     def gather_tokens(self, x: Tensor) -> Tensor:
         """x [B, T, ...] of all ranks, one after the other in time."""
         counts = self.counts(x.shape[1])
-        if self.tokens is None:
+        if self.tokens_per_rank is None:
             return self.gather(x).transpose(0, 1).flatten(1, 2)
         lack = x.new_zeros(len(x), max(counts) - x.shape[1], *x.shape[2:])
         parts = self.gather(torch.cat([x, lack], 1)).unbind()
@@ -105,7 +106,7 @@ def min_tokens() -> int:
 @contextmanager
 def context_parallel(
     mesh: Any,
-    tokens: Sequence[int] | None = None,
+    tokens_per_rank: Sequence[int] | None = None,
     *,
     share_final_states: bool = True,
 ) -> Iterator[None]:
@@ -153,8 +154,8 @@ def context_parallel(
     Args:
         mesh: a DeviceMesh of one dimension, or a process group; its ranks in
             their order.
-        tokens: of each rank, where they have different numbers of them. None:
-            all have as many as this one. Beyond that nobody compares them.
+        tokens_per_rank: where they have different numbers of them. None: all
+            have as many as this one. Beyond that nobody compares them.
         share_final_states: whether all ranks get a pack's final states, which
             then travel in every call, N times K V numbers per head. Without
             it each rank has those of the sequences whose last token it has,
@@ -163,7 +164,7 @@ def context_parallel(
 
     Raises:
         TypeError, ValueError: the mesh has more dimensions than one, or
-            tokens has no entry for each rank.
+            tokens_per_rank has no entry for each rank.
     """
     if isinstance(mesh, dist.ProcessGroup):
         group = mesh
@@ -180,16 +181,17 @@ def context_parallel(
             "process group"
         )
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if tokens is not None:
-        tokens = tuple(tokens)
-        check_integers({f"tokens[{i}]": n for i, n in enumerate(tokens)})
-        if len(tokens) != size or min(tokens) < 0 or not sum(tokens):
+    counts = None
+    if tokens_per_rank is not None:
+        name, counts = "tokens_per_rank", tuple(tokens_per_rank)
+        check_integers({f"{name}[{i}]": n for i, n in enumerate(counts)})
+        if len(counts) != size or min(counts) < 0 or not sum(counts):
             raise ValueError(
-                f"tokens: got {list(tokens)}, need {size} numbers >= 0, one "
+                f"{name}: got {list(counts)}, need {size} numbers >= 0, one "
                 "for each rank, and one of them above 0"
             )
     check_flags(share_final_states=share_final_states)
-    _contexts.append(Ranks(group, rank, size, tokens, share_final_states))
+    _contexts.append(Ranks(group, rank, size, counts, share_final_states))
     try:
         yield
     finally:

@@ -47,6 +47,7 @@ ARGUMENT_ALIASES = {
     "expand_ratio": "expand",
     "expand_qk": "expand_k",
     "gate": "output_gate",
+    "gate_bias": "output_gate_bias",
     "gate_logit_normalizer": "temperature",
     "gate_low_rank_dim": "gate_rank",
     "head_k_dim": "head_dim",
