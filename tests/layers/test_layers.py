@@ -155,7 +155,9 @@ def derivative(name, fast):
         y, after = call(layer, given, (x,))
         z, after = call(layer, given, (more, after))
         changed = dict(zip(fields, rest[len(names) :], strict=True))
-        other = LayerState(**{**state.tensors(), **changed}, used=state.used)
+        other = LayerState(
+            **{**state.tensors(), **changed}, keys_used=state.keys_used
+        )
         w, last = call(layer, given, (more, other))
         if name == "mlstm":
             return y, z, w

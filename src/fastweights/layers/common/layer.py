@@ -268,16 +268,16 @@ def compute_by_token(
     states_kept = {
         name: state.batch_rows(name).clone() for name in state.tensors()
     }
-    stepped = LayerState(
-        **{name: t.clone() for name, t in states_kept.items()}, used=state.used
-    )
+    copies = {name: t.clone() for name, t in states_kept.items()}
+    stepped = LayerState(**copies, keys_used=state.keys_used)
     for t, token in enumerate(x.split(1, 1)):
         y, stepped = compute(token, stepped, None)
         outputs.append(y)
         for name, new in stepped.tensors().items():
             taken = (t < num_accepted).view(-1, *[1] * (new.dim() - 1))
             states_kept[name] = torch.where(taken, new, states_kept[name])
-    return torch.cat(outputs, 1), LayerState(**states_kept, used=stepped.used)
+    after = LayerState(**states_kept, keys_used=stepped.keys_used)
+    return torch.cat(outputs, 1), after
 
 
 def extrapolate(after: Callable[[int], int], T: int) -> int:

@@ -31,10 +31,10 @@ class LayerState:
     int64. The other fields may be in any dtype: a call converts them to its
     own, or to autocast's, and where it writes in place, back.
 
-    The tensors are its memory. ``used`` is a bound that each call moves on, so
-    that none asks the device. ``rows``, ``all_inside``, ``num_accepted`` are
-    for the next call: they say what it does with the memory, and copies do
-    not have them.
+    The tensors are its memory. ``keys_used`` is a bound that each call moves
+    on, so that none asks the device. ``rows``, ``all_inside`` and
+    ``num_accepted`` are for the next call: they say what it does with the
+    memory, and copies do not have them.
 
     A state made under torch.inference_mode goes on outside of it too, where
     copies take the places of its tensors; under torch.compile and in a pool
@@ -63,7 +63,7 @@ class LayerState:
     position: Int[Tensor, " N"] | None = None
     """Tokens read by each sequence, where a layer needs to know."""
 
-    used: int = 0
+    keys_used: int = 0
     """Tokens that any sequence has in ``keys``, at most."""
 
     rows: Int[Tensor, " B"] | None = None
@@ -82,7 +82,7 @@ class LayerState:
         fields = [(name, getattr(self, name)) for name in TENSORS]
         return {name: x for name, x in fields if isinstance(x, Tensor)}
 
-    def at(self, rows: Int[Tensor, " B"], used: int) -> LayerState:
+    def at(self, rows: Int[Tensor, " B"], keys_used: int) -> LayerState:
         """This state's memory as a pool, for calls without gradients.
 
         Sequence b of these calls has row rows[b], and the other rows stay as
@@ -91,24 +91,24 @@ class LayerState:
 
         Args:
             rows: int32 or int64, on the state's device.
-            used: the most tokens that one of these rows has read.
+            keys_used: the most tokens that one of these rows has read.
         """
-        check_integers({"used": used})
-        if used < 0:
-            raise ValueError(f"used: got {used}, need an integer >= 0")
+        check_integers({"keys_used": keys_used})
+        if keys_used < 0:
+            raise ValueError(f"keys_used: got {keys_used}, need 0 or more")
         check_rows(rows, None, self.size, none=True)
-        return self.at_unchecked(rows, used)
+        return self.at_unchecked(rows, keys_used)
 
     def at_unchecked(
         self,
         rows: Int[Tensor, " B"],
-        used: int,
+        keys_used: int,
         all_inside: bool | None = None,
     ) -> LayerState:
         """The same as :meth:`at`, of rows known to be right."""
-        return LayerState(
-            **self.tensors(), used=used, rows=rows, all_inside=all_inside
-        )
+        pool = LayerState(**self.tensors(), keys_used=keys_used)
+        pool.rows, pool.all_inside = rows, all_inside
+        return pool
 
     def batch_rows(self, name: str) -> Tensor:
         """The field of this name, of a pool a copy of the batch's rows.
@@ -134,7 +134,7 @@ class LayerState:
 
     def _map(self, function: Any) -> LayerState:
         changed = {k: function(x) for k, x in self.tensors().items()}
-        return LayerState(**changed, used=self.used)
+        return LayerState(**changed, keys_used=self.keys_used)
 
     def to(self, device: torch.device | str) -> LayerState:
         """The state on another device, as Tensor.to."""
@@ -197,7 +197,7 @@ class LayerState:
                 x.index_copy_(0, rows, theirs[name].to(x.dtype))
             elif x is not theirs[name]:
                 x.copy_(theirs[name])
-        self.used = max(self.used, other.used)
+        self.keys_used = max(self.keys_used, other.keys_used)
 
     @property
     def size(self) -> int:
@@ -213,7 +213,7 @@ class LayerState:
 TENSORS = tuple(
     f.name
     for f in fields(LayerState)
-    if f.name not in ("used", "rows", "all_inside", "num_accepted")
+    if f.name not in ("keys_used", "rows", "all_inside", "num_accepted")
 )
 
 # In what torch.export and others take apart, a state is its fields.
@@ -233,7 +233,7 @@ def state_after_call(state: LayerState, after: LayerState) -> LayerState:
                 x.index_copy_(0, state.rows, new.to(x.dtype))
             else:
                 write_rows(x, new.to(x.dtype), state.rows)
-        state.used = max(state.used, after.used)
+        state.keys_used = max(state.keys_used, after.keys_used)
         return state
     if torch.is_grad_enabled():
         return after
