@@ -11,7 +11,7 @@ from support.inputs import member_inputs, results
 
 import fastweights as fw
 from fastweights import torch_internals
-from fastweights.layers.common.plain_modules import is_product
+from fastweights.layers.common.plain_modules import is_plain_product
 
 NAMES = (
     ("torch.utils._python_dispatch", "_get_current_dispatch_mode"),
@@ -61,9 +61,9 @@ def test_the_level_of_forward_mode_may_be_gone(monkeypatch):
 def test_hooks_of_all_modules_may_be_untold(without):
     """Then every module is called, whoever looks."""
     linear = torch.nn.Linear(3, 3, bias=False)
-    assert is_product(linear, torch.zeros(1, 3))
+    assert is_plain_product(linear, torch.zeros(1, 3))
     without("torch.nn.modules.module", "_has_any_global_hook")
-    assert not is_product(linear, torch.zeros(1, 3))
+    assert not is_plain_product(linear, torch.zeros(1, 3))
 
 
 def test_they_all_stand_in_one_file():

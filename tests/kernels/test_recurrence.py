@@ -182,7 +182,7 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
     torch.manual_seed(1)
     do, dstate = torch.randn_like(x["v"]), torch.randn(1, 1, 64, 33)
 
-    wide = torch_backend.widen(*(x.get(n) for n in names[:6]))
+    wide = torch_backend.expand_inputs(*(x.get(n) for n in names[:6]))
     wide = [None if t is None else t.double() for t in wide]
     q, k, v, g, e = chunkwise.erasing_chunks(*wide, C)
     S = x["initial_state"].double()

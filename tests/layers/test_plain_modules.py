@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastweights.layers.common.plain_modules import is_product
+from fastweights.layers.common.plain_modules import is_plain_product
 
 
 class Doubled(nn.Linear):
@@ -46,10 +46,10 @@ OTHERS = {
 
 
 def test_an_untouched_linear_is_a_product():
-    assert is_product(product(), torch.zeros(1, 3))
-    assert not is_product(product(), torch.zeros(1, 3, device="meta"))
+    assert is_plain_product(product(), torch.zeros(1, 3))
+    assert not is_plain_product(product(), torch.zeros(1, 3, device="meta"))
 
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_what_does_more_is_called(other):
-    assert not is_product(OTHERS[other](), torch.zeros(1, 3))
+    assert not is_plain_product(OTHERS[other](), torch.zeros(1, 3))

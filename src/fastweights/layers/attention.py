@@ -25,8 +25,8 @@ from fastweights.layers.common.rotary import rotary
 from fastweights.layers.common.state import (
     LayerState,
     Offsets,
-    state_after_call,
     token_positions,
+    update_state,
 )
 from fastweights.layers.common.unpacked_rows import UnpackedRows
 from fastweights.ops.common.rows import clamp_rows, rows_to_write
@@ -194,7 +194,7 @@ class SoftmaxAttention(Layer):
         qkv, gate = norm_and_project(x, norm, modules)
         o, after = self._attend(qkv, state, None)
         assert after is not None
-        state_after_call(state, after)
+        update_state(state, after)
         if gate is not None:
             o = o * gate.sigmoid()
         return project_and_add(x, o, self.o_proj)

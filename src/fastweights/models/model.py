@@ -26,7 +26,7 @@ from fastweights.layers.common.layer import CheckedModule, Tokens, extrapolate
 from fastweights.layers.common.layer_arguments import check_one_of
 from fastweights.layers.common.plain_modules import (
     is_plain,
-    is_product,
+    is_plain_product,
     is_untouched,
     may_be_plain,
 )
@@ -381,7 +381,7 @@ class LanguageModel(CheckedModule):
     def _weight_of_logits(self, x: Tensor) -> Float[Tensor, "V D"] | None:
         """The matrix of the logits, None if only the head's module knows."""
         if self.head is not None:
-            return self.head.weight if is_product(self.head, x) else None
+            return self.head.weight if is_plain_product(self.head, x) else None
         if is_plain(self.embedding, nn.Embedding, x.device):
             return self.embedding.weight
         every = torch.arange(self.config.vocab_size, device=x.device)

@@ -273,7 +273,7 @@ def _decode(
     if g is not None and g.dim() == 1:
         g = g.expand(v.shape[:3])
     with without_autocast(q):
-        x = torch_backend.widen(q, k, v, g, beta, erase_key)
+        x = torch_backend.expand_inputs(q, k, v, g, beta, erase_key)
         # All sequences, those without a row as well: nothing here waits for
         # the device, or depends on how many there are of them.
         S = state if rows is None else state[clamp_rows(rows, state)]

@@ -74,7 +74,7 @@ def recurrence_over_ranks(
         check_values(Operands(*tokens))
         operands = Operands(*tokens, states, cu_seqlens)
         operands, options = prepare_call(operands, scale, chunk_size, backend)
-        o, state = ON_RANKS(*operands, *options)
+        o, state = RECURRENCE_ON_RANKS(*operands, *options)
         if sums_states:
             state = shard.final_states(state)
         return o[:, :T], state
@@ -192,6 +192,6 @@ def _ranks() -> Ranks:
     return ranks
 
 
-ON_RANKS = make_operator(
+RECURRENCE_ON_RANKS = make_operator(
     "linear_recurrence_on_ranks", _forward, _fake, _backward
 )

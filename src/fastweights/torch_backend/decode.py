@@ -15,7 +15,7 @@ from fastweights.heads import per_value_head
 States = Float[Tensor, "N HV K V"]
 
 
-def widen(
+def expand_inputs(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -38,7 +38,7 @@ def decode(
 ) -> Tensor:
     """Outputs of all tokens; S becomes the state after those accepted.
 
-    ``tokens`` are what :func:`widen` returns.
+    ``tokens`` are what :func:`expand_inputs` returns.
     """
     if num_accepted is None:
         return advance(S, *tokens, scale=scale)
@@ -69,8 +69,9 @@ def advance(
 ) -> Float[Tensor, "N T HV V"]:
     """A few tokens one at a time, the state in place, without gradients.
 
-    Takes what :func:`widen` returns. This is ``steps.recurrence`` in as few
-    operations as there can be: for one token they, not FLOPs, take the time.
+    Takes what :func:`expand_inputs` returns. This is ``steps.recurrence`` in
+    as few operations as there can be: for one token they, not FLOPs, take the
+    time.
     """
     N, T, HV, V = v.shape
     S = state.contiguous().view(N * HV, *state.shape[2:])

@@ -29,7 +29,7 @@ from fastweights.reference.chunkwise import (
 )
 from fastweights.reference.chunkwise_backward import chunkwise_backward
 from fastweights.reference.steps import recurrence, scan
-from fastweights.torch_backend.decode import advance, widen
+from fastweights.torch_backend.decode import advance, expand_inputs
 
 States = Float[Tensor, "N HV K V"]
 
@@ -66,7 +66,7 @@ def loop(operands: Operands, scale: float) -> tuple[Tensor, Tensor]:
         )
     g = torch.zeros_like(v[..., 0]) if g is None else g
     names = ("q", "k", "v", "g", "beta", "erase_key")
-    wide = zip(names, widen(q, k, v, g, beta, erase_key), strict=True)
+    wide = zip(names, expand_inputs(q, k, v, g, beta, erase_key), strict=True)
     tokens = {name: x for name, x in wide if x is not None}
     tokens["q"] = scale * tokens["q"]
 
@@ -111,7 +111,7 @@ def forward(
 ) -> tuple[Tensor, States, list[Tensor]]:
     """Outputs, final states, and what the backward re-uses."""
     q, _, v, *_, initial_state, cu_seqlens = operands
-    tokens = widen(*operands.per_token)
+    tokens = expand_inputs(*operands.per_token)
     state = copy_states(q, state_shape(q, v), initial_state, cu_seqlens)
     saved = empty_saved(operands, options)
     single_token = v.shape[1] == 1 and not options.invariant
@@ -153,7 +153,7 @@ def backward(
     depends on that output.
     """
     q, _, v, *_, initial_state, cu_seqlens = operands
-    tokens = widen(*operands.per_token)
+    tokens = expand_inputs(*operands.per_token)
     do = torch.zeros_like(v) if do is None else do
     do = do.to(compute_dtype(q.dtype))
     dS = None

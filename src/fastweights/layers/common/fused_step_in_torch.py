@@ -23,7 +23,7 @@ from fastweights.layers.common.layer import Tokens
 from fastweights.layers.common.output_norm import OutputNorm
 from fastweights.layers.common.state import LayerState
 from fastweights.ops.common.rows import write_rows
-from fastweights.torch_backend.decode import advance, widen
+from fastweights.torch_backend.decode import advance, expand_inputs
 
 
 class FusedLayer(Protocol):
@@ -99,7 +99,7 @@ def recurrence(
     g = None if layer.decay is None or a is None else layer.decay.forward(a)
     beta = None if b is None else write_strength(b, layer.allow_neg_eigval)
     S = state.batch_rows("S").to(y.dtype)
-    o = advance(S, *widen(q, k, v, g, beta), scale=K**-0.5)
+    o = advance(S, *expand_inputs(q, k, v, g, beta), scale=K**-0.5)
     if S is not state.S:
         write_rows(state.tensor("S"), S, state.rows)
     return o

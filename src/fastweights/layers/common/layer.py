@@ -26,7 +26,7 @@ from fastweights.layers.common.plain_modules import may_be_plain
 from fastweights.layers.common.state import (
     LayerState,
     Offsets,
-    state_after_call,
+    update_state,
 )
 from fastweights.layers.common.unpacked_rows import compute_by_length
 from fastweights.torch_internals import is_traced
@@ -165,7 +165,7 @@ class Layer(CheckedModule):
         else:
             y, after = self.compute(x, state, cu_seqlens)
         if state is not None:
-            after = state_after_call(state, after)
+            after = update_state(state, after)
             state.num_accepted = None
         elif (
             after is not None

@@ -16,7 +16,7 @@ from fastweights.arguments import (
     wrong_shape,
 )
 from fastweights.dtypes import DTYPES, compute_dtype, under_autocast
-from fastweights.layers.common.plain_modules import is_product
+from fastweights.layers.common.plain_modules import is_plain_product
 from fastweights.layers.common.state import (
     LayerState,
     Offsets,
@@ -115,7 +115,7 @@ def check_input(
         out is not None
         and x.dtype is not getattr(getattr(out, "weight", None), "dtype", None)
         and not under_autocast(x)
-        and is_product(out, x)
+        and is_plain_product(out, x)
     ):
         raise TypeError(
             f"x: got {x.dtype}, need the layer's, {out.weight.dtype}"

@@ -81,6 +81,6 @@ def is_plain(
     )
 
 
-def is_product(module: nn.Module, x: Tensor) -> bool:
+def is_plain_product(module: nn.Module, x: Tensor) -> bool:
     """Whether the module is x W^T, and nothing else."""
     return is_plain(module, nn.Linear, x.device) and module.bias is None

@@ -222,7 +222,7 @@ torch.export.register_dataclass(
 )
 
 
-def state_after_call(state: LayerState, after: LayerState) -> LayerState:
+def update_state(state: LayerState, after: LayerState) -> LayerState:
     """The state after a call: in place without gradients, else the new one."""
     if state.rows is not None:
         for name, x in state.tensors().items():
