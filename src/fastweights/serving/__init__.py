@@ -12,6 +12,10 @@ and Mamba's selective scan have steps of their own.
     linear_attention_step(q, k, v, state=state, feature_map=phi)
 """
 
+# engine decides which request reads or steps, batch calls the model for them.
+# A request is in request, states kept for others that begin alike in prefixes.
+# The steps of operators are in ops, the pool in models.
+
 from fastweights.models.pool import StatePool
 from fastweights.ops.decode import NARROW_STATE_DTYPES, decode_step
 from fastweights.ops.mlstm import mlstm_step

@@ -142,7 +142,7 @@ class Engine:
             stop_tokens,
             as_seed(seed),
         )
-        self.queue([request])
+        self.enqueue([request])
         return request
 
     @property
@@ -168,7 +168,7 @@ class Engine:
         new, self._new_tokens = self._new_tokens, []
         return new
 
-    def queue(self, requests: list[Request]) -> None:
+    def enqueue(self, requests: list[Request]) -> None:
         """Let requests wait for a row; end those that have all tokens."""
         for request in requests:
             if len(request.tokens) < request.max_new_tokens:

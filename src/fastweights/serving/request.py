@@ -99,7 +99,7 @@ class Request:
             for seed in seeds
         ]
         if running or self.done:
-            self.engine.queue(forks)
+            self.engine.enqueue(forks)
         else:
             self.forks += forks
         return forks
