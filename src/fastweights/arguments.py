@@ -48,10 +48,13 @@ class Operands(NamedTuple):
         """Those with a row for each token."""
         return self[:-2]
 
-    @property
-    def differentiable(self) -> tuple[Tensor | None, ...]:
-        """Those with gradients."""
-        return self[:-1]
+    def differentiable(
+        self, state_name: str = "initial_state"
+    ) -> dict[str, Tensor]:
+        """Those that are given and may have a gradient, by name."""
+        names = *self._fields[:-2], state_name
+        pairs = zip(names, self, strict=False)
+        return {name: x for name, x in pairs if x is not None}
 
 
 class OperatorOptions(NamedTuple):
@@ -499,12 +502,7 @@ def check_values(
     if not CHECKED:
         return
     _, k, v, g, beta, *_, cu_seqlens = operands
-    named = {"initial_state": state_name}
-    tensors = {
-        named.get(name, name): x
-        for name, x in operands._asdict().items()
-        if x is not None and name != "cu_seqlens"
-    }
+    tensors = operands.differentiable(state_name)
     if not all(_has_values(x) for x in tensors.values()):
         return
     errors = [(name, x.isnan(), "numbers") for name, x in tensors.items()]

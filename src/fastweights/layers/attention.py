@@ -275,14 +275,14 @@ def append_keys(
     Without gradients they are written in place, into a copy if the state has
     no room for them; with gradients, always into a copy.
     """
-    used, num_read = state.keys_used + k.shape[1], unpacked.position_after()
+    used, read = state.keys_used + k.shape[1], unpacked.position_after()
     rows = state.rows
     if unpacked.cu_seqlens is not None:
         # Each token is a row of its own, and of none after the last sequence.
         if rows is None:
-            rows = torch.arange(len(num_read), device=k.device)
+            rows = torch.arange(len(read), device=k.device)
         inside = (rows >= 0) & (rows < len(state.tensor("position")))
-        used = int(num_read.where(inside, 0).max())
+        used = int(read.where(inside, 0).max())
         rows = F.pad(rows, (0, 1), value=-1)[unpacked.row]
         k, v, position = (x[0][:, None] for x in (k, v, position))
     keys, values = state.tensor("keys"), state.tensor("values")
@@ -309,9 +309,7 @@ def append_keys(
             new = new[source].to(x.dtype)
             x.index_put_(index, new.where(exists, x[index]))
     used = max(used, state.keys_used)
-    return LayerState(
-        keys=keys, values=values, position=num_read, keys_used=used
-    )
+    return LayerState(keys=keys, values=values, position=read, keys_used=used)
 
 
 def grow_to(x: Tensor, capacity: int) -> Tensor:

@@ -141,10 +141,7 @@ class Block(nn.Module):
     def _fused_step(
         self, x: Float[Tensor, "B T D"], state: LayerState
     ) -> Float[Tensor, "B T D"] | None:
-        """x + layer(norm(x)), fused; None if the layer has no way for it.
-
-        The state is then the one after these tokens.
-        """
+        """x + layer(norm(x)), fused; None if the layer has no way for it."""
         fused_step = getattr(self.layer, "fused_step", None)
         if fused_step is None or self.post_norm:
             return None

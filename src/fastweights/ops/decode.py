@@ -226,9 +226,8 @@ def check_accepted(name: str, num_accepted: Tensor, **of: Tensor) -> None:
 
 def _refuse_gradients(operands: Operands) -> None:
     """Raise for the first tensor that a gradient is asked for."""
-    names = *Operands._fields[:-2], "state"
-    for name, x in zip(names, operands.differentiable, strict=True):
-        if x is not None and x.requires_grad:
+    for name, x in operands.differentiable("state").items():
+        if x.requires_grad:
             raise ValueError(
                 f"{name}: got a tensor that requires a gradient, need one "
                 "that does not, or torch.no_grad(): decode_step has none"

@@ -28,19 +28,19 @@ class Request:
     seed: int
     tokens: list[int] = field(default_factory=list)
     """The answer so far."""
-    finish_reason: str | None = None
+    finish_reason: str | None = field(default=None, init=False)
     """Why it has ended, None before: "length" (there are max_new_tokens),
     "stop" (a token of ``stop`` came next), "cancelled", or "not finite" (the
     logits of its next token)."""
     all_tokens: list[int] = field(init=False, repr=False)
     """The prompt, and the answer so far."""
-    row: int = field(default=-1, repr=False)
+    row: int = field(default=-1, init=False, repr=False)
     """Its row of the engine's pool; -1: none."""
     initial_states: list[LayerState] | None = field(default=None, repr=False)
     """States that its row is to begin with."""
-    num_drawn: int = field(default=0, repr=False)
+    num_drawn: int = field(default=0, init=False, repr=False)
     """Tokens that steps have drawn for it, fetched or not."""
-    forks: list[Request] = field(default_factory=list, repr=False)
+    forks: list[Request] = field(default_factory=list, init=False, repr=False)
     """Requests that wait for it to read the prompt that they share."""
     hasher: PrefixHasher = field(
         default_factory=PrefixHasher, init=False, repr=False
@@ -85,18 +85,10 @@ class Request:
         seeds = [as_seed(None if seed is None else seed + i) for i in range(n)]
         self.engine.collect()
         running = self in self.engine.running
-        snapshot = self.engine.pool.snapshot(self.row) if running else None
+        states = self.engine.pool.snapshot(self.row) if running else None
         forks = [
-            replace(
-                self,
-                tokens=[*self.tokens],
-                seed=seed,
-                finish_reason=None,
-                row=-1,
-                initial_states=snapshot,
-                forks=[],
-            )
-            for seed in seeds
+            replace(self, tokens=[*self.tokens], seed=s, initial_states=states)
+            for s in seeds
         ]
         if running or self.done:
             self.engine.enqueue(forks)

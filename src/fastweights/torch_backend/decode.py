@@ -69,9 +69,8 @@ def advance(
 ) -> Float[Tensor, "N T HV V"]:
     """A few tokens one at a time, the state in place, without gradients.
 
-    Takes what :func:`expand_inputs` returns. This is ``steps.recurrence`` in
-    as few operations as there can be: for one token they, not FLOPs, take the
-    time.
+    Takes what :func:`expand_inputs` returns; ``steps.recurrence`` in as few
+    operations as there can be: for one token they, not FLOPs, take the time.
     """
     N, T, HV, V = v.shape
     S = state.contiguous().view(N * HV, *state.shape[2:])

@@ -65,9 +65,9 @@ def loop(operands: Operands, scale: float) -> tuple[Tensor, Tensor]:
             'values, which backend="loop" reads'
         )
     g = torch.zeros_like(v[..., 0]) if g is None else g
-    names = ("q", "k", "v", "g", "beta", "erase_key")
-    wide = zip(names, expand_inputs(q, k, v, g, beta, erase_key), strict=True)
-    tokens = {name: x for name, x in wide if x is not None}
+    wide = expand_inputs(q, k, v, g, beta, erase_key)
+    named = zip(Operands._fields, wide, strict=False)
+    tokens = {name: x for name, x in named if x is not None}
     tokens["q"] = scale * tokens["q"]
 
     def step(S: Tensor, *at_t: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,7 +191,7 @@ def backward(
         grads[:2] = (
             x.unflatten(2, (q.shape[2], -1)).sum(3) for x in grads[:2]
         )
-    inputs = [x for x in operands.differentiable if x is not None]
+    inputs = operands.differentiable().values()
     if dS is not None:
         grads.append(dS)
     return [

@@ -212,13 +212,6 @@ def compile_together(*schedules: Schedule) -> None:
     torch_internals.compile_each(Launch.compile, launches)
 
 
-class ExchangedLaunches(NamedTuple):
-    """The first and the last launch that are left to an exchange of states."""
-
-    compose: int
-    add_arriving: int
-
-
 @dataclass
 class Schedule:
     """The launches of one kind of call, and where their tensors lie.
@@ -228,14 +221,15 @@ class Schedule:
     which the forward makes and the backward is handed; all other tensors
     share one, ``scratch``, that is freed after the last launch.
 
-    On ranks a call leaves those ``exchanged`` to its ``exchange``.
+    On ranks a call leaves those of ``exchanged``, compose_kernel's place and
+    add_arriving_kernel's, and all between to its ``exchange``.
     """
 
     launches: Sequence[Launch]
     inputs: Sequence[str]
     results: Sequence[TensorSpec]
     saved: Sequence[TensorSpec]
-    exchanged: ExchangedLaunches | None = None
+    exchanged: tuple[int, int] | None = None
     kernels: list[Any] = field(default_factory=list)  # once they are loaded
 
     def __post_init__(self) -> None:
@@ -316,23 +310,16 @@ class Schedule:
         scratch = saved  # nothing of it, if nothing lies between
         if self.scratch:
             scratch = allocate(self.scratch, scratch_offsets[-1], q, lengths)
+        given = [*inputs, *results.values()]
         if INTERPRETED:
-            values = [
-                scale,
-                *inputs,
-                *results.values(),
-                *saved,
-                *scratch[: len(self.scratch)],
-                *numbers,
-            ]
+            values = [scale, *given, *saved, *scratch[: len(self.scratch)]]
         else:
             saved_at, scratch_at = saved[0].data_ptr(), scratch[0].data_ptr()
             values = [scale]
-            values += [0 if x is None else x.data_ptr() for x in inputs]
-            values += [x.data_ptr() for x in results.values()]
+            values += [0 if x is None else x.data_ptr() for x in given]
             values += [saved_at + x for x in saved_offsets[:-1]]
             values += [scratch_at + x for x in scratch_offsets[:-1]]
-            values += numbers
+        values += numbers
         assert len(values) == self.num_values  # in the order of __post_init__
         values += [select(values) for select in self.groups]
         launch = launch_with_descriptors if self.tma else launch_all

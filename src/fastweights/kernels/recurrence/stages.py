@@ -35,7 +35,6 @@ from fastweights.kernels.recurrence.scan import (
 )
 from fastweights.kernels.recurrence.schedule import (
     SCALE,
-    ExchangedLaunches,
     Launch,
     RuntimeNumber,
     Schedule,
@@ -208,7 +207,7 @@ class ScheduleBuilder:
     def __init__(self, kind: CallKind, dtypes: CallTensors) -> None:
         self.kind, self.specs = kind, TensorSpecs(kind, dtypes)
         self.launches: list[Launch] = []
-        self.exchanged: ExchangedLaunches | None = None
+        self.exchanged: tuple[int, int] | None = None
 
     def add(
         self, stage: str, kernel: Any, programs: RuntimeNumber, *groups: Any
@@ -223,9 +222,8 @@ class ScheduleBuilder:
     ) -> None:
         """:meth:`add`, with a program for each value tile of a head."""
         NV = meta_of(stage, self.kind).NV
-        self.add(
-            stage, kernel, RuntimeNumber(length, self.kind.HV * NV), *groups
-        )
+        programs = RuntimeNumber(length, self.kind.HV * NV)
+        self.add(stage, kernel, programs, *groups)
 
     def add_compose(self, stage: str, passing: StatePassing) -> None:
         """compose_kernel; on ranks maps have programs, too."""
@@ -238,8 +236,8 @@ class ScheduleBuilder:
 
     def add_arriving(self, stage: str, passing: StatePassing) -> None:
         """add_arriving_kernel, which needs none of the maps themselves."""
-        states, here = passing._replace(maps=None), len(self.launches)
-        self.exchanged = ExchangedLaunches(self.compose, here)
+        states = passing._replace(maps=None)
+        self.exchanged = self.compose, len(self.launches)
         self.add_tiles(stage, add_arriving_kernel, "borders", states)
 
     def schedule(self, *results: TensorSpec | None) -> Schedule:

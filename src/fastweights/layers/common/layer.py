@@ -144,6 +144,9 @@ class Layer(CheckedModule):
         """
         return self.uses_decode_step
 
+    new_state: Callable[..., LayerState] | None = None
+    """Makes an empty state, (num_sequences, capacity), where states grow."""
+
     def forward(
         self,
         x: Tokens,
@@ -193,20 +196,6 @@ class Layer(CheckedModule):
         """
         return None
 
-    def new_state(
-        self,
-        num_sequences: int,
-        capacity: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> LayerState | None:
-        """An empty state with room for ``capacity`` tokens per sequence.
-
-        Of a layer whose states grow. None: a call makes the first state.
-        """
-        return None
-
     @torch.no_grad()
     def state_bytes(self, T: int) -> int:
         """Bytes of the state of one sequence after T tokens.
@@ -249,7 +238,8 @@ class Layer(CheckedModule):
         Those of the first state that a call has made. Where none has, a
         meta state tells, for which PyTorch loads its compiler.
         """
-        return _row_shapes(self.new_state(1, 1) or self.meta_state(1))
+        make = self.new_state
+        return _row_shapes(make(1, 1) if make else self.meta_state(1))
 
 
 def _row_shapes(state: LayerState) -> dict[str, tuple[int, ...]]:

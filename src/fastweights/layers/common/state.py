@@ -106,9 +106,12 @@ class LayerState:
         all_inside: bool | None = None,
     ) -> LayerState:
         """The same as :meth:`at`, of rows known to be right."""
-        pool = LayerState(**self.tensors(), keys_used=keys_used)
-        pool.rows, pool.all_inside = rows, all_inside
-        return pool
+        return LayerState(
+            **self.tensors(),
+            keys_used=keys_used,
+            rows=rows,
+            all_inside=all_inside,
+        )
 
     def batch_rows(self, name: str) -> Tensor:
         """The field of this name, of a pool a copy of the batch's rows.
