@@ -156,7 +156,7 @@ def derivative(name, fast):
         z, after = call(layer, given, (more, after))
         changed = dict(zip(fields, rest[len(names) :], strict=True))
         other = LayerState(
-            **{**state.tensors(), **changed}, keys_used=state.keys_used
+            **{**state.tensors(), **changed}, num_keys=state.num_keys
         )
         w, last = call(layer, given, (more, other))
         if name == "mlstm":

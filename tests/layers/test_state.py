@@ -74,7 +74,7 @@ def test_moved_and_cloned(name):
     away = state.to("meta").tensors()
     assert all(t.is_meta for t in away.values())
     copied = state.clone()
-    assert equal(copied, state) and copied.keys_used == state.keys_used
+    assert equal(copied, state) and copied.num_keys == state.num_keys
     assert not set(places(copied).values()) & set(places(state).values())
     for t in copied.tensors().values():
         t.zero_()
@@ -121,7 +121,7 @@ def test_rows_copied_into_more_room(name):
     prompts = [tokens(1, n, seed=n) for n in (4, 9, 6)]
     for n, prompt in enumerate(prompts):
         state.copy_(layer(prompt)[1], torch.tensor([n]))
-    assert state.keys_used == 9 and state.position.tolist() == [4, 9, 6]
+    assert state.num_keys == 9 and state.position.tolist() == [4, 9, 6]
     more, where = tokens(3, 2, seed=1), places(state)
     y, _ = layer(more, state)
     assert places(state) == where
@@ -145,7 +145,7 @@ def test_softmax_grows():
         sizes.append(state.keys.shape[1])
     torch.testing.assert_close(torch.cat(outputs, 1), want)
     assert sorted(set(sizes)) == [1, 2, 4, 8, 16, 32, 64]
-    assert state.keys_used == 40 and state.position.tolist() == [40, 40]
+    assert state.num_keys == 40 and state.position.tolist() == [40, 40]
 
 
 @torch.no_grad()
@@ -178,7 +178,7 @@ def test_softmax_counts_a_packs_tokens_by_sequence():
         torch.testing.assert_close(y[:, 0], layer(x[:, : n + 1])[0][:, n])
         ref = layer(x[:, n + 1 : n + 7])[0]
         torch.testing.assert_close(y[:, 1:7], ref)
-        assert places(state) == where and state.keys_used == n + 1
+        assert places(state) == where and state.num_keys == n + 1
     layer(x[:, :2], state, torch.tensor([0, 1, 2]))
     assert state.keys.shape[1] == 20
     state = layer.new_state(2, 12)
@@ -189,7 +189,7 @@ def test_softmax_counts_a_packs_tokens_by_sequence():
     where = places(state)
     y, _ = layer(x[:, 7:9].expand(2, -1, -1), state)
     torch.testing.assert_close(y[:1], layer(x[:, :9])[0][:, 7:])
-    assert places(state) == where and state.keys_used == 9
+    assert places(state) == where and state.num_keys == 9
 
 
 @torch.no_grad()
@@ -372,9 +372,9 @@ s.at(torch.ones(2), 0)
 s.at(tensor([1, 1]), 0)
     ValueError: rows: got [1, 1], need each row once
 s.at(tensor([1]), -5)
-    ValueError: keys_used: got -5, need 0 or more
+    ValueError: num_keys: got -5, need an integer >= 0
 s.at(tensor([1]), 0.5)
-    TypeError: keys_used: got float, need an int
+    TypeError: num_keys: got float, need an int
 s.select([0])
     TypeError: rows: got list, need a Tensor
 s.select(tensor([0, 3]))

@@ -37,7 +37,7 @@ def dynamic(state):
         {0: Dim.DYNAMIC} if isinstance(x, torch.Tensor) else Dim.DYNAMIC
         for x in there
         if isinstance(x, torch.Tensor) or x
-    ] + [None] * (state.keys_used == 0)
+    ] + [None] * (state.num_keys == 0)
 
 
 PATTERNS = [

@@ -140,7 +140,7 @@ class StatePool:
     def restore(self, row: int, snapshot: list[LayerState]) -> None:
         """Copy a snapshot to a row, which may be another than its own."""
         (row,) = self._checked_rows("row", [row])
-        self.tokens_read[row] = snapshot[0].keys_used
+        self.tokens_read[row] = snapshot[0].num_keys
         for state, copied in zip(self._row(row), snapshot, strict=True):
             state.copy_(copied)
 
@@ -152,7 +152,7 @@ class StatePool:
             tensors = {name: x[row, None] for name, x in tensors.items()}
             for name in {"keys", "values"} & tensors.keys():
                 tensors[name] = tensors[name][:, :used]
-            states.append(LayerState(**tensors, keys_used=used))
+            states.append(LayerState(**tensors, num_keys=used))
         return states
 
     def reading(
@@ -225,7 +225,7 @@ class StatePool:
         """
         yield states
         self.count(count_of, count_of.values())
-        if any(state.keys_used > most for state in states):
+        if any(state.num_keys > most for state in states):
             self._recount()
 
     def _overfull_rows(self, count_of: dict[int, int]) -> list[int]:

@@ -114,7 +114,7 @@ class Batch:
         room = min(-(-(used + 1) // BLOCK) * BLOCK, self.pool.capacity)
         for state in self.states:
             if state is not None:
-                state.keys_used = room - 1
+                state.num_keys = room - 1
         greedy = all(x.temperature == 0 for x in requests)
         whole_distribution = greedy or all(x.top_p == 1 for x in requests)
         sampling = replace(

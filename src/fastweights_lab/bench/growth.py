@@ -125,7 +125,7 @@ def decoded(capacity: int) -> tuple[Run, Run]:
         def run() -> None:
             for state in states:
                 state.position.zero_()  # type: ignore[union-attr]
-                state.keys_used = 0  # type: ignore[union-attr]
+                state.num_keys = 0  # type: ignore[union-attr]
             after = states
             for _ in range(8):
                 _, after = m(token, after)

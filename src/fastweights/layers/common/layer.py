@@ -259,14 +259,14 @@ def compute_by_token(
         name: state.batch_rows(name).clone() for name in state.tensors()
     }
     copies = {name: t.clone() for name, t in states_kept.items()}
-    stepped = LayerState(**copies, keys_used=state.keys_used)
+    stepped = LayerState(**copies, num_keys=state.num_keys)
     for t, token in enumerate(x.split(1, 1)):
         y, stepped = compute(token, stepped, None)
         outputs.append(y)
         for name, new in stepped.tensors().items():
             taken = (t < num_accepted).view(-1, *[1] * (new.dim() - 1))
             states_kept[name] = torch.where(taken, new, states_kept[name])
-    after = LayerState(**states_kept, keys_used=stepped.keys_used)
+    after = LayerState(**states_kept, num_keys=stepped.num_keys)
     return torch.cat(outputs, 1), after
 
 

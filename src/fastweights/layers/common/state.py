@@ -31,7 +31,7 @@ class LayerState:
     int64. The other fields may be in any dtype: a call converts them to its
     own, or to autocast's, and where it writes in place, back.
 
-    The tensors are its memory. ``keys_used`` is a bound that each call moves
+    The tensors are its memory. ``num_keys`` is a bound that each call moves
     on, so that none asks the device. ``rows``, ``all_inside`` and
     ``num_accepted`` are for the next call: they say what it does with the
     memory, and copies do not have them.
@@ -63,7 +63,7 @@ class LayerState:
     position: Int[Tensor, " N"] | None = None
     """Tokens read by each sequence, where a layer needs to know."""
 
-    keys_used: int = 0
+    num_keys: int = 0
     """Tokens that any sequence has in ``keys``, at most."""
 
     rows: Int[Tensor, " B"] | None = None
@@ -82,7 +82,7 @@ class LayerState:
         fields = [(name, getattr(self, name)) for name in TENSORS]
         return {name: x for name, x in fields if isinstance(x, Tensor)}
 
-    def at(self, rows: Int[Tensor, " B"], keys_used: int) -> LayerState:
+    def at(self, rows: Int[Tensor, " B"], num_keys: int) -> LayerState:
         """This state's memory as a pool, for calls without gradients.
 
         Sequence b of these calls has row rows[b], and the other rows stay as
@@ -91,24 +91,24 @@ class LayerState:
 
         Args:
             rows: int32 or int64, on the state's device.
-            keys_used: the most tokens that one of these rows has read.
+            num_keys: the most tokens that one of these rows has read.
         """
-        check_integers({"keys_used": keys_used})
-        if keys_used < 0:
-            raise ValueError(f"keys_used: got {keys_used}, need 0 or more")
+        check_integers({"num_keys": num_keys})
+        if num_keys < 0:
+            raise ValueError(f"num_keys: got {num_keys}, need an integer >= 0")
         check_rows(rows, None, self.size, none=True)
-        return self.at_unchecked(rows, keys_used)
+        return self.at_unchecked(rows, num_keys)
 
     def at_unchecked(
         self,
         rows: Int[Tensor, " B"],
-        keys_used: int,
+        num_keys: int,
         all_inside: bool | None = None,
     ) -> LayerState:
         """The same as :meth:`at`, of rows known to be right."""
         return LayerState(
             **self.tensors(),
-            keys_used=keys_used,
+            num_keys=num_keys,
             rows=rows,
             all_inside=all_inside,
         )
@@ -137,7 +137,7 @@ class LayerState:
 
     def _map(self, function: Any) -> LayerState:
         changed = {k: function(x) for k, x in self.tensors().items()}
-        return LayerState(**changed, keys_used=self.keys_used)
+        return LayerState(**changed, num_keys=self.num_keys)
 
     def to(self, device: torch.device | str) -> LayerState:
         """The state on another device, as Tensor.to."""
@@ -200,7 +200,7 @@ class LayerState:
                 x.index_copy_(0, rows, theirs[name].to(x.dtype))
             elif x is not theirs[name]:
                 x.copy_(theirs[name])
-        self.keys_used = max(self.keys_used, other.keys_used)
+        self.num_keys = max(self.num_keys, other.num_keys)
 
     @property
     def size(self) -> int:
@@ -216,7 +216,7 @@ class LayerState:
 TENSORS = tuple(
     f.name
     for f in fields(LayerState)
-    if f.name not in ("keys_used", "rows", "all_inside", "num_accepted")
+    if f.name not in ("num_keys", "rows", "all_inside", "num_accepted")
 )
 
 # In what torch.export and others take apart, a state is its fields.
@@ -236,7 +236,7 @@ def update_state(state: LayerState, after: LayerState) -> LayerState:
                 x.index_copy_(0, state.rows, new.to(x.dtype))
             else:
                 write_rows(x, new.to(x.dtype), state.rows)
-        state.keys_used = max(state.keys_used, after.keys_used)
+        state.num_keys = max(state.num_keys, after.num_keys)
         return state
     if torch.is_grad_enabled():
         return after
