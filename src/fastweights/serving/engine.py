@@ -133,15 +133,8 @@ class Engine:
                 "together, the capacity"
             )
         stop_tokens = frozenset(as_stops(stop, vocab_size))
-        request = Request(
-            self,
-            tokens.tolist(),
-            max_new_tokens,
-            temperature,
-            top_p,
-            stop_tokens,
-            as_seed(seed),
-        )
+        sampling = temperature, top_p, stop_tokens, as_seed(seed)
+        request = Request(self, tokens.tolist(), max_new_tokens, *sampling)
         self.enqueue([request])
         return request
 

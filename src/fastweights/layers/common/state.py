@@ -154,13 +154,10 @@ class LayerState:
     def select(self, rows: Int[Tensor, " M"]) -> LayerState:
         """The sequences with these indices, copied; one may come twice."""
         check_rows(rows, None)
+        given = rows.tolist() if is_readable(rows) else []
         last = self.size - 1
-        if is_readable(rows) and not all(
-            0 <= i <= last for i in rows.tolist()
-        ):
-            raise ValueError(
-                f"rows: got {rows.tolist()}, need sequences, 0 to {last}"
-            )
+        if not all(0 <= i <= last for i in given):
+            raise ValueError(f"rows: got {given}, need sequences, 0 to {last}")
         return self._map(lambda x: x.index_select(0, rows))
 
     def copy_(self, other: LayerState, rows: Tensor | None = None) -> None:
