@@ -1,14 +1,15 @@
-"""Habits: a text that hides a combination of traits, and who finds it.
+"""Habits: texts that hide a combination of traits, and who finds it.
 
-A key has ``traits`` traits, each there or not. Every text hides a habit, two
-traits and how each has to be: where both are so the value is 1, and elsewhere
--1. No single trait shows it. A memory says what it expects of a key, is told
-the value, and learns, as in ``hidden_walls``, whose network this is:
+A text is a codebase, and a key one of its functions, with traits that are each
+there or not. Every text hides a habit, two traits and how each has to be: a
+function that fits both has the value 1, and every other -1. A memory says what
+it expects of a function, is told the value, and learns. Its error is that of
+these guesses. What is slow is trained over many texts:
 
     python -m fastweights_lab.experiments.hidden_habits > hidden_habits.json
 
-is the record in ``data``: errors per 16 tokens with few traits and with many.
-It takes some minutes on one core.
+is the record in ``data``: the networks' trained starts, three seeds each. It
+takes some minutes on one core.
 """
 
 from __future__ import annotations
@@ -17,34 +18,116 @@ import argparse
 import functools
 import json
 import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights_lab.experiments import hidden_walls
-from fastweights_lab.experiments.hidden_walls import SEEDS, Keys, Values
+FUNCTIONS, EVERY = 512, 16
+"""Of a text, and how many an error is averaged over."""
 
-TRAITS = {12: ("steps", "frozen"), 48: ("steps",)}
-"""How many traits a key has, and which networks race on it."""
+TEXTS, SEEDS, UNITS = 32, 3, 16
+CHUNK = 4
+"""Functions that take their gradients at the same weights, in training."""
 
-TOKENS, EVERY, CHUNK = 512, 16, 4
 USUAL = -0.5
 """The mean of all values: one in four is 1."""
 
-RATES = 1, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12
-"""Of the matrix, which has the best of them."""
+Keys = Float[Tensor, "*texts T K"]
+Values = Float[Tensor, "*texts T"]
+Habit = Int[Tensor, "*texts 2"]
+
+
+def new_habit(k: Keys, source: torch.Generator) -> tuple[Values, Habit]:
+    """The values of keys by a habit per text, and the habit's two traits."""
+    *texts, T, traits = k.shape
+    two = torch.rand(*texts, 1, traits, generator=source).argsort(-1)[..., :2]
+    wanted = torch.randint(2, (*texts, 1, 2), generator=source)
+    there = k.gather(-1, two.expand(*texts, T, 2)) > 0
+    return 2.0 * (there == wanted).all(-1) - 1, two[..., 0, :]
 
 
 def drawn(
-    *shape: int, source: torch.Generator, traits: int = 12
-) -> tuple[Keys, Values]:
-    """Keys, of length 1, and values of texts of the shape [*texts, T]."""
+    *shape: int, source: torch.Generator, traits: int
+) -> tuple[Keys, Values, Habit]:
+    """Keys, of length 1, and values of texts [*texts, T], and their habits."""
     signs = 2.0 * torch.randint(2, (*shape, traits), generator=source) - 1
-    order = torch.rand(*shape[:-1], traits, generator=source).argsort(-1)
-    wanted = torch.randint(2, (*shape[:-1], 1, 2), generator=source)
-    two = order[..., None, :2].expand(*shape, 2)
-    both = (signs.gather(-1, two) == 2 * wanted - 1).all(-1)
-    return signs / traits**0.5, 2.0 * both - 1
+    k = signs / traits**0.5
+    return k, *new_habit(k, source)
+
+
+def drawn_to_change(
+    *shape: int, source: torch.Generator, traits: int, at: int | None = None
+) -> tuple[Keys, Values, Int[Tensor, "*texts 2 2"]]:
+    """Texts whose habit changes once, at a random function by default."""
+    k, v, first = drawn(*shape, source=source, traits=traits)
+    later, second = new_habit(k, source)
+    start = torch.full((*shape[:-1], 1), at or 0)
+    if at is None:
+        start = torch.randint(shape[-1], start.shape, generator=source)
+    v = torch.where(torch.arange(shape[-1]) < start, v, later)
+    return k, v, torch.stack([first, second], -2)
+
+
+def tested(traits: int, texts: int = 128) -> tuple[Keys, Values, Habit]:
+    """The texts of all tests."""
+    source = torch.Generator().manual_seed(99)
+    return drawn(texts, FUNCTIONS, source=source, traits=traits)
+
+
+def errors(guesses: Values, v: Values) -> Tensor:
+    """Squared error per 16 functions, over that of guessing the mean."""
+    squares = (guesses - v).square().mean(-2) / (1 - USUAL**2)
+    return squares.unflatten(-1, (-1, EVERY)).mean(-1)
+
+
+def network(
+    weights: Sequence[Tensor], k: Keys, v: Values, chunk: int = 1
+) -> tuple[Float[Tensor, "... T"], list[Tensor]]:
+    """Guesses and last weights of a network that learns as it reads.
+
+    Args:
+        weights: W1 [..., K, U], b1 [..., 1, U], W2 [..., U, 1], b2
+            [..., 1, 1] of W2^T tanh(W1^T k + b1) + b2, and the logs of
+            their rates, [..., 4, 1, 1].
+        k, v: the text.
+        chunk: functions that take their gradients at the same weights.
+    """
+    *now, logs = weights
+    rates = logs.exp().unbind(-3)
+    said = []
+    for x, target in zip(k.split(chunk, -2), v.split(chunk, -1), strict=True):
+        W1, b1, W2, b2 = now
+        h = (x @ W1 + b1).tanh()
+        guess = h @ W2 + b2
+        e2 = guess - target[..., None]
+        e1 = (e2 @ W2.mT) * (1 - h * h)
+        steps = (
+            x.mT @ e1,
+            e1.sum(-2, keepdim=True),
+            h.mT @ e2,
+            e2.sum(-2, keepdim=True),
+        )
+        now = [
+            w - rate * step
+            for w, rate, step in zip(now, rates, steps, strict=True)
+        ]
+        said.append(guess[..., 0])
+    return torch.cat(said, -1), now
+
+
+def delta_rule(x: Keys, v: Values, rate: float) -> Values:
+    """Guesses of a matrix that reads features x, by one triangular solve."""
+    errors = torch.linalg.solve_triangular(
+        torch.eye(x.shape[-2]).to(x) + rate * (x @ x.mT).tril(-1),
+        v[..., None],
+        upper=False,
+        unitriangular=True,
+    )
+    return v - errors[..., 0]
 
 
 def agreement(x: Keys, y: Keys) -> Tensor:
@@ -59,99 +142,124 @@ def agreement(x: Keys, y: Keys) -> Tensor:
     return shared * (shared - 1) / 2 / pairs - 1 / 4
 
 
-def moving(units: int, traits: int) -> int:
-    """Numbers that a network of this many hidden units learns with."""
-    return traits * units + units + units + 1
+def best_fit(overlaps: Float[Tensor, "*texts T T"], v: Values) -> Values:
+    """Guesses of the best fit to all tokens so far, of the keys' overlaps.
 
-
-def network_start(
-    source: torch.Generator, traits: int, way: str = "steps"
-) -> list[Tensor]:
-    """An ordinary start, [SEEDS, 1, ...], with a rate per weight.
-
-    With "frozen" the first matrix and its bias do not learn, and there are
-    as many units as numbers move otherwise.
+    One Cholesky factor has the fits to all prefixes: its solution is each
+    guess's error over the factor's diagonal.
     """
-    rates, units = [3.0, 0.01, 0.01, 0.01], hidden_walls.HIDDEN
-    if way == "frozen":
-        units = moving(units, traits) - 1  # and the last bias
-        rates = [1.0, 1.0, 1 / units, 0.01]
-    return [
-        torch.randn(SEEDS, 1, traits, units, generator=source),
-        torch.randn(SEEDS, 1, 1, units, generator=source) / 2,
-        torch.randn(SEEDS, 1, units, 1, generator=source) / units**0.5,
-        torch.zeros(SEEDS, 1, 1, 1),
-        torch.tensor(rates).log().expand(SEEDS, 1, 4)[..., None, None],
-    ]
+    L = torch.linalg.cholesky(overlaps)
+    u = torch.linalg.solve_triangular(L, v[..., None], upper=False)[..., 0]
+    return v - u * L.diagonal(dim1=-2, dim2=-1)
 
 
-def errors(found: Values, v: Values) -> Tensor:
-    """Squared error per 16 tokens, over that of always guessing the mean."""
-    squares = (found - v).square().mean(-2) / (1 - USUAL**2)
-    return squares.unflatten(-1, (-1, EVERY)).mean(-1)
-
-
-def tested(traits: int, texts: int = 128) -> tuple[Keys, Values]:
-    """The texts of all tests."""
-    source = torch.Generator().manual_seed(99)
-    return drawn(texts, TOKENS, source=source, traits=traits)
-
-
-def floor(k: Keys, v: Values) -> Tensor:
-    """The errors of the best fixed features."""
+def by_list(k: Keys, v: Values) -> Values:
+    """Guesses of the best fit to a list of all features."""
     k, v = k.double(), v.double()
     noise = 1e-6 * torch.eye(k.shape[-2]).to(k)
-    return errors(
-        USUAL + hidden_walls.best_fit(agreement(k, k) + noise, v - USUAL), v
+    return USUAL + best_fit(agreement(k, k) + noise, v - USUAL)
+
+
+def by_matrix(k: Keys, v: Values, rate: float) -> Values:
+    """Guesses of the delta rule, from the mean."""
+    return USUAL + delta_rule(k, v - USUAL, rate)
+
+
+def by_softmax(k: Keys, v: Values, sharpness: float) -> Values:
+    """Guesses by attention from each key to the keys before it."""
+    said = F.scaled_dot_product_attention(
+        k[..., 1:, :],
+        k[..., :-1, :],
+        v[..., :-1, None],
+        is_causal=True,
+        scale=sharpness,
     )
+    return F.pad(said[..., 0], (1, 0), value=USUAL)
 
 
-def by_matrix(k: Keys, v: Values) -> Tensor:
-    """The errors of the delta rule at its best rate."""
-    found = (
-        errors(USUAL + hidden_walls.delta_rule(k, v - USUAL, rate), v)
-        for rate in RATES
-    )
-    return min(found, key=torch.Tensor.mean)
-
-
-def by_network(traits: int, way: str, steps: int) -> list[Tensor]:
-    """The errors of a network that was trained, one per seed."""
-    slow = hidden_walls.trained(
-        functools.partial(hidden_walls.guesses, way=way, chunk=CHUNK),
-        network_start(torch.Generator().manual_seed(0), traits, way),
-        0.03,
-        steps,
-        functools.partial(drawn, traits=traits),
-        TOKENS,
-    )
-    k, v = tested(traits)
+def network_start(source: torch.Generator, traits: int) -> list[Tensor]:
+    """An ordinary start, [SEEDS, 1, ...], with a rate per weight."""
+    rates = torch.tensor([3.0, 0.01, 0.01, 0.01])
     return [
-        errors(hidden_walls.network([x[i] for x in slow], k, v, 1, way)[0], v)
-        for i in range(SEEDS)
+        torch.randn(SEEDS, 1, traits, UNITS, generator=source),
+        torch.randn(SEEDS, 1, 1, UNITS, generator=source) / 2,
+        torch.randn(SEEDS, 1, UNITS, 1, generator=source) / UNITS**0.5,
+        torch.zeros(SEEDS, 1, 1, 1),
+        rates.log().expand(SEEDS, 1, 4)[..., None, None],
     ]
+
+
+def trained(
+    slow: Sequence[Tensor],
+    draw: Callable[..., tuple],
+    shape: Sequence[int],
+    steps: int,
+) -> list[Tensor]:
+    """A network's slow weights after training on its guesses of new texts."""
+    source = torch.Generator().manual_seed(1)
+    slow = [x.clone().requires_grad_() for x in slow]
+    optimiser = torch.optim.Adam(slow, 0.03)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    for _ in range(steps):
+        k, v, _ = draw(*shape, source=source)
+        losses = (network(slow, k, v, CHUNK)[0] - v).square().mean((1, 2))
+        for x, grad in zip(
+            slow, torch.autograd.grad(losses.sum(), slow), strict=True
+        ):  # clipped at 0.1 per seed
+            norm = torch.linalg.vector_norm(
+                grad, dim=tuple(range(1, grad.dim())), keepdim=True
+            )
+            x.grad = grad * (0.1 / norm).clamp(max=1)
+        optimiser.step()
+        schedule.step()
+    return [x.detach() for x in slow]
+
+
+class Training(NamedTuple):
+    """How a network's start is trained."""
+
+    traits: int
+    changes: bool = False
+    """Whether the habit of a text, then twice as long, changes once."""
+
+
+TRAININGS = {
+    "12 traits": Training(12),
+    "48 traits": Training(48),
+    "changes": Training(48, changes=True),
+}
+"""By their names in the record."""
 
 
 def main() -> None:
-    """Run all memories and print their errors as one JSON object."""
+    """Train networks and print their starts as one JSON object."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("traits", nargs="*", type=int, default=list(TRAITS))
+    parser.add_argument("names", nargs="*", default=list(TRAININGS))
     parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
     found = {}
-    for traits in arguments.traits:
-        texts = tested(traits)
-        lines = {"floor": [floor(*texts)], "matrix": [by_matrix(*texts)]}
-        for way in TRAITS[traits]:
-            lines[way] = by_network(traits, way, arguments.steps)
-        found[str(traits)] = {
-            name: [hidden_walls.rounded(x) for x in seeds]
-            for name, seeds in lines.items()
-        }
+    for name in arguments.names:
+        traits, changes = TRAININGS[name]
+        slow = trained(
+            network_start(torch.Generator().manual_seed(0), traits),
+            functools.partial(
+                drawn_to_change if changes else drawn, traits=traits
+            ),
+            (SEEDS, TEXTS, FUNCTIONS * (1 + changes)),
+            arguments.steps,
+        )
+        found[name] = [rounded(x) for x in slow]
     print(json.dumps(found))
+
+
+def rounded(x: Tensor) -> Any:
+    """A nest of lists, with five digits of each number."""
+    if x.dim():
+        return [rounded(row) for row in x]
+    return float(f"{x.item():.5g}")
 
 
 if __name__ == "__main__":

@@ -244,38 +244,47 @@ def titans_chunk(q, k, v, beta, mu, decay, S):  # a decay of the gradients
     return o, kept[-1] * S - k.T @ (R[-1, :, None] * errors)
 
 
-# %% ex-part passes
-def parting_length(x):
-    """Where the turning per lean changes its sign, worked out."""
-    y = (1 - x * x) ** 0.5
-    low, high = 0.0, 4.0
-    for _ in range(60):
-        a = (low + high) / 2  # both of the arrow's numbers
-        t1, t2 = math.tanh(a * (x + y)), math.tanh(a * (y - x))
-        s1, s2 = 1 - t1 * t1, 1 - t2 * t2
-        turned = t2 * s2 * (x + y) ** 2 - t1 * s1 * (y - x) ** 2
-        away = 2 * a * turned > s1 * (x + y) - s2 * (y - x)
-        low, high = (low, a) if away else (a, high)
-    return low * 2**0.5
+# %% ex-first-push passes
+def first_push(values):
+    """By the errors: value minus mean, times how the trait is."""
+    mean = sum(values) / 4
+    ways = ((1, 1), (1, -1), (-1, 1), (-1, -1))
+    return tuple(
+        sum((v - mean) * way[i] for v, way in zip(values, ways))
+        for i in (0, 1)
+    )
 
 
-# %% ex-part not yet: x = 0.5: at 0.99 times 1.023 the arrow turns away
-def parting_length(x):  # of the keys in the section
-    return 1.0230374
+def without_push():
+    return 4
 
 
-# %% ex-part not yet: x = 0.6: at 1.01 times 0.723 the arrow turns back
-def parting_length(x):  # one number of the arrow
-    return 1.0230374 / 2**0.5
+# %% ex-first-push not yet: values (1, 1, 1, -1): got [0.5
+def first_push(values):  # only where both fit
+    mean = sum(values) / 4
+    return values[0] - mean, values[0] - mean
 
 
-# %% ex-part not yet: x = 0.6: at 0.99 times 2.062 the arrow turns away
-def parting_length(x):  # the section's long arrow
-    return 4.25**0.5
+def without_push():
+    return 4
 
 
-# %% ex-part not yet: the stub still has its
-def parting_length(x):
+# %% ex-first-push not yet: got 2 habits
+def first_push(values):
+    a, b, c, d = values
+    return a + b - c - d, a - b + c - d
+
+
+def without_push():  # not the constant ones
+    return 2
+
+
+# %% ex-first-push not yet: the stub still has its
+def first_push(values):
+    return ...
+
+
+def without_push():
     return ...
 
 
