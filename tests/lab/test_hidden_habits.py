@@ -49,7 +49,7 @@ def test_a_text_has_a_new_habit_from_some_function_on() -> None:
         first = [
             (row.nonzero().flatten().tolist() or [64])[0] for row in v != old_v
         ]
-        assert at == 32 <= min(first) or min(first) < 16 and max(first) > 40
+        assert min(first) == 32 if at else min(first) < 16 < 40 < max(first)
 
 
 def test_agreement_is_the_covariance_over_habits() -> None:

@@ -78,7 +78,7 @@ def tested(traits: int, texts: int = 128) -> tuple[Keys, Values, Habit]:
     return drawn(texts, FUNCTIONS, source=source, traits=traits)
 
 
-def errors(guesses: Values, v: Values) -> Tensor:
+def errors(guesses: Float[Tensor, "... T"], v: Values) -> Tensor:
     """Squared error per 16 functions, over that of guessing the mean."""
     squares = (guesses - v).square().mean(-2) / (1 - USUAL**2)
     return squares.unflatten(-1, (-1, EVERY)).mean(-1)

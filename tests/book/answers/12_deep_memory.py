@@ -259,7 +259,7 @@ def without_push():
     return 4
 
 
-# %% ex-first-push not yet: values (1, 1, 1, -1): got [0.5
+# %% ex-first-push not yet: values (1, 1, 1, -1): got
 def first_push(values):  # only where both fit
     mean = sum(values) / 4
     return values[0] - mean, values[0] - mean
