@@ -259,7 +259,7 @@ def without_push():
     return 4
 
 
-# %% ex-first-push not yet: values (1, 1, 1, -1): got
+# %% ex-first-push not yet: got \[0.5, 0.5\], need \[2.0, 2.0\]
 def first_push(values):  # only where both fit
     mean = sum(values) / 4
     return values[0] - mean, values[0] - mean
@@ -269,7 +269,7 @@ def without_push():
     return 4
 
 
-# %% ex-first-push not yet: got 2 habits
+# %% ex-first-push not yet: got 2 habits without a first push
 def first_push(values):
     a, b, c, d = values
     return a + b - c - d, a - b + c - d
