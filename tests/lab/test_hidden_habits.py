@@ -1,6 +1,7 @@
 """Memories that look for a combination of traits."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ def text():
     return k.double(), v.double()
 
 
-def start(traits=6):
-    slow = hidden_habits.network_start(torch.manual_seed(1), traits)
+def start(forgets=False):
+    slow = hidden_habits.network_start(torch.manual_seed(1), 6, forgets)
     return [x[0].double() for x in slow]
 
 
@@ -81,6 +82,27 @@ def test_the_network_is_the_library_s(text, chunk) -> None:
     got, _ = hidden_habits.network(slow, k, v, chunk)
     begins = torch.arange(0, 24, chunk)
     torch.testing.assert_close(got[:, begins], want[:, begins, 0, 0])
+
+
+@pytest.mark.parametrize("chunk", [1, 8])
+def test_weights_go_a_part_of_the_way_back(text, chunk) -> None:
+    parts = [(x[:, :chunk], x[:, chunk : 2 * chunk]) for x in text]
+    (k, later_k), (v, later_v) = parts
+    *first, logs, forgetting = start(forgets=True)
+    logs = torch.full_like(logs, 0.05).log()
+    _, once = hidden_habits.network([*first, logs], k, v, chunk)
+    _, twice = hidden_habits.network([*once, logs], later_k, later_v, chunk)
+    _, got = hidden_habits.network(
+        [*first, logs, forgetting],
+        torch.cat([k, later_k], 1),
+        torch.cat([v, later_v], 1),
+        chunk,
+    )
+    lost = 1 - math.exp(-chunk / 300)
+    for w0, w1, w2, w in zip(first, once, twice, got, strict=True):
+        torch.testing.assert_close(
+            w, w2 - lost * (w1 - w0), rtol=1e-4, atol=1e-6
+        )
 
 
 def test_the_triangular_solve_is_the_delta_rule(text) -> None:

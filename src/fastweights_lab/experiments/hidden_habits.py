@@ -92,12 +92,17 @@ def network(
     Args:
         weights: W1 [..., K, U], b1 [..., 1, U], W2 [..., U, 1], b2
             [..., 1, 1] of W2^T tanh(W1^T k + b1) + b2, and the logs of
-            their rates, [..., 4, 1, 1].
+            their rates, [..., 4, 1, 1]. To forget it takes the logs of four
+            rates of forgetting too: per function, each weight goes a part of
+            the way back to its first value.
         k, v: the text.
         chunk: functions that take their gradients at the same weights.
     """
-    *now, logs = weights
-    rates = logs.exp().unbind(-3)
+    *first, logs = weights[:5]
+    now, rates = first, logs.exp().unbind(-3)
+    kept = [torch.ones(())] * 4
+    if len(weights) > 5:
+        kept = [*(-chunk * weights[5].exp()).exp().unbind(-3)]
     said = []
     for x, target in zip(k.split(chunk, -2), v.split(chunk, -1), strict=True):
         W1, b1, W2, b2 = now
@@ -112,8 +117,10 @@ def network(
             e2.sum(-2, keepdim=True),
         )
         now = [
-            w - rate * step
-            for w, rate, step in zip(now, rates, steps, strict=True)
+            torch.lerp(w0, w, part) - rate * step
+            for w0, w, part, rate, step in zip(
+                first, now, kept, rates, steps, strict=True
+            )
         ]
         said.append(guess[..., 0])
     return torch.cat(said, -1), now
@@ -177,16 +184,21 @@ def by_softmax(k: Keys, v: Values, sharpness: float) -> Values:
     return F.pad(said[..., 0], (1, 0), value=USUAL)
 
 
-def network_start(source: torch.Generator, traits: int) -> list[Tensor]:
+def network_start(
+    source: torch.Generator, traits: int, forgets: bool = False
+) -> list[Tensor]:
     """An ordinary start, [SEEDS, 1, ...], with a rate per weight."""
     rates = torch.tensor([3.0, 0.01, 0.01, 0.01])
-    return [
+    start = [
         torch.randn(SEEDS, 1, traits, UNITS, generator=source),
         torch.randn(SEEDS, 1, 1, UNITS, generator=source) / 2,
         torch.randn(SEEDS, 1, UNITS, 1, generator=source) / UNITS**0.5,
         torch.zeros(SEEDS, 1, 1, 1),
         rates.log().expand(SEEDS, 1, 4)[..., None, None],
     ]
+    if forgets:  # at first a part of 300 per function
+        start.append(torch.full((SEEDS, 1, 4, 1, 1), -math.log(300)))
+    return start
 
 
 def trained(
@@ -221,12 +233,14 @@ class Training(NamedTuple):
     traits: int
     changes: bool = False
     """Whether the habit of a text, then twice as long, changes once."""
+    forgets: bool = False
 
 
 TRAININGS = {
     "12 traits": Training(12),
     "48 traits": Training(48),
     "changes": Training(48, changes=True),
+    "forgets": Training(48, changes=True, forgets=True),
 }
 """By their names in the record."""
 
@@ -242,9 +256,9 @@ def main() -> None:
     arguments = parser.parse_args()
     found = {}
     for name in arguments.names:
-        traits, changes = TRAININGS[name]
+        traits, changes, forgets = TRAININGS[name]
         slow = trained(
-            network_start(torch.Generator().manual_seed(0), traits),
+            network_start(torch.Generator().manual_seed(0), traits, forgets),
             functools.partial(
                 drawn_to_change if changes else drawn, traits=traits
             ),
