@@ -46,7 +46,7 @@ FIRST = {
     "padding must not write": "03_chunkwise#two-lines-compute-a-chunk",
     "key-value cache": "01_softmax#the-key-value-cache-outgrows-the-model",
     "hybrid": "10_models#beside-softmax-and-a-hybrid",
-    "habit changes": "12_deep_memory#what-if-the-habit-changes",
+    "habits": "12_deep_memory#who-finds-the-habits",
 }
 
 

@@ -1,15 +1,17 @@
-"""Habits: texts that hide a combination of traits, and who finds it.
+"""Habits: texts that hide combinations of traits, and who finds them.
 
 A text is a codebase, and a key one of its functions, with traits that are each
-there or not. Every text hides a habit, two traits and how each has to be: a
-function that fits both has the value 1, and every other -1. A memory says what
-it expects of a function, is told the value, and learns. Its error is that of
-these guesses. What is slow is trained over many texts:
+there or not. Every text hides two habits. A habit is a pair of traits and how
+each has to be, and a function fits it if both are so. The value is 1 where the
+first habit fits, less 1 where the second does. A memory says what it expects
+of a function, is told the value, and learns. Its error is that of these
+guesses. What is slow is trained over many texts:
 
     python -m fastweights_lab.experiments.hidden_habits > hidden_habits.json
 
-is the record in ``data``: the networks' trained starts, three seeds each. It
-takes some minutes on one core.
+is the record in ``data``: the networks' trained starts, three seeds each, and
+how many functions the list of all features needs. It takes half an hour on
+one core.
 """
 
 from __future__ import annotations
@@ -33,55 +35,54 @@ TEXTS, SEEDS, UNITS = 32, 3, 16
 CHUNK = 4
 """Functions that take their gradients at the same weights, in training."""
 
-USUAL = -0.5
-"""The mean of all values: one in four is 1."""
+SQUARE = 3 / 8
+"""The mean square of all values."""
+
+ENOUGH = 0.1
+"""The error at which habits count as found."""
 
 Keys = Float[Tensor, "*texts T K"]
 Values = Float[Tensor, "*texts T"]
-Habit = Int[Tensor, "*texts 2"]
+Habits = Int[Tensor, "*texts 2 2"]
+"""The traits of each habit."""
 
 
-def new_habit(k: Keys, source: torch.Generator) -> tuple[Values, Habit]:
-    """The values of keys by a habit per text, and the habit's two traits."""
+def new_habits(k: Keys, source: torch.Generator) -> tuple[Values, Habits]:
+    """The values of keys by two habits per text, and the habits."""
     *texts, T, traits = k.shape
-    two = torch.rand(*texts, 1, traits, generator=source).argsort(-1)[..., :2]
-    wanted = torch.randint(2, (*texts, 1, 2), generator=source)
-    there = k.gather(-1, two.expand(*texts, T, 2)) > 0
-    return 2.0 * (there == wanted).all(-1) - 1, two[..., 0, :]
+    four = torch.rand(*texts, 1, traits, generator=source).argsort(-1)[..., :4]
+    wanted = torch.randint(2, (*texts, 1, 4), generator=source)
+    there = k.gather(-1, four.expand(*texts, T, 4)) > 0
+    fits = (there == wanted).unflatten(-1, (2, 2)).all(-1).float()
+    return fits[..., 0] - fits[..., 1], four[..., 0, :].unflatten(-1, (2, 2))
 
 
 def drawn(
     *shape: int, source: torch.Generator, traits: int
-) -> tuple[Keys, Values, Habit]:
+) -> tuple[Keys, Values, Habits]:
     """Keys, of length 1, and values of texts [*texts, T], and their habits."""
     signs = 2.0 * torch.randint(2, (*shape, traits), generator=source) - 1
     k = signs / traits**0.5
-    return k, *new_habit(k, source)
+    return k, *new_habits(k, source)
 
 
-def drawn_to_change(
-    *shape: int, source: torch.Generator, traits: int, at: int | None = None
-) -> tuple[Keys, Values, Int[Tensor, "*texts 2 2"]]:
-    """Texts whose habit changes once, at a random function by default."""
-    k, v, first = drawn(*shape, source=source, traits=traits)
-    later, second = new_habit(k, source)
-    start = torch.full((*shape[:-1], 1), at or 0)
-    if at is None:
-        start = torch.randint(shape[-1], start.shape, generator=source)
-    v = torch.where(torch.arange(shape[-1]) < start, v, later)
-    return k, v, torch.stack([first, second], -2)
-
-
-def tested(traits: int, texts: int = 128) -> tuple[Keys, Values, Habit]:
+def tested(
+    traits: int, texts: int = 128, functions: int = FUNCTIONS
+) -> tuple[Keys, Values, Habits]:
     """The texts of all tests."""
     source = torch.Generator().manual_seed(99)
-    return drawn(texts, FUNCTIONS, source=source, traits=traits)
+    return drawn(texts, functions, source=source, traits=traits)
 
 
 def errors(guesses: Float[Tensor, "... T"], v: Values) -> Tensor:
-    """Squared error per 16 functions, over that of guessing the mean."""
-    squares = (guesses - v).square().mean(-2) / (1 - USUAL**2)
+    """Squared error per 16 functions, over that of always guessing 0."""
+    squares = (guesses - v).square().mean(-2) / SQUARE
     return squares.unflatten(-1, (-1, EVERY)).mean(-1)
+
+
+def needed(errors: Float[Tensor, " n"]) -> int:
+    """How many functions it takes until the error is small."""
+    return EVERY * (1 + int((errors < ENOUGH).nonzero()[0]))
 
 
 def network(
@@ -92,17 +93,12 @@ def network(
     Args:
         weights: W1 [..., K, U], b1 [..., 1, U], W2 [..., U, 1], b2
             [..., 1, 1] of W2^T tanh(W1^T k + b1) + b2, and the logs of
-            their rates, [..., 4, 1, 1]. To forget it takes the logs of four
-            rates of forgetting too: per function, each weight goes a part of
-            the way back to its first value.
+            their rates, [..., 4, 1, 1].
         k, v: the text.
         chunk: functions that take their gradients at the same weights.
     """
-    *first, logs = weights[:5]
-    now, rates = first, logs.exp().unbind(-3)
-    kept = [torch.ones(())] * 4
-    if len(weights) > 5:
-        kept = [*(-chunk * weights[5].exp()).exp().unbind(-3)]
+    *now, logs = weights
+    rates = logs.exp().unbind(-3)
     said = []
     for x, target in zip(k.split(chunk, -2), v.split(chunk, -1), strict=True):
         W1, b1, W2, b2 = now
@@ -117,10 +113,8 @@ def network(
             e2.sum(-2, keepdim=True),
         )
         now = [
-            torch.lerp(w0, w, part) - rate * step
-            for w0, w, part, rate, step in zip(
-                first, now, kept, rates, steps, strict=True
-            )
+            w - rate * step
+            for w, rate, step in zip(now, rates, steps, strict=True)
         ]
         said.append(guess[..., 0])
     return torch.cat(said, -1), now
@@ -141,12 +135,13 @@ def agreement(x: Keys, y: Keys) -> Tensor:
     """The covariance of two keys' values, over all habits.
 
     A habit holds of both keys with a chance of a quarter if they share its
-    two traits.
+    two traits, and one habit of one key and the other of the other with a
+    chance of a sixteenth.
     """
     traits = x.shape[-1]
     shared = ((x @ y.mT + 1) * traits / 2).round()
     pairs = math.comb(traits, 2)
-    return shared * (shared - 1) / 2 / pairs - 1 / 4
+    return (shared * (shared - 1) / 2 / pairs - 1 / 4) / 2
 
 
 def best_fit(overlaps: Float[Tensor, "*texts T T"], v: Values) -> Values:
@@ -164,12 +159,7 @@ def by_list(k: Keys, v: Values) -> Values:
     """Guesses of the best fit to a list of all features."""
     k, v = k.double(), v.double()
     noise = 1e-6 * torch.eye(k.shape[-2]).to(k)
-    return USUAL + best_fit(agreement(k, k) + noise, v - USUAL)
-
-
-def by_matrix(k: Keys, v: Values, rate: float) -> Values:
-    """Guesses of the delta rule, from the mean."""
-    return USUAL + delta_rule(k, v - USUAL, rate)
+    return best_fit(agreement(k, k) + noise, v)
 
 
 def by_softmax(k: Keys, v: Values, sharpness: float) -> Values:
@@ -181,24 +171,21 @@ def by_softmax(k: Keys, v: Values, sharpness: float) -> Values:
         is_causal=True,
         scale=sharpness,
     )
-    return F.pad(said[..., 0], (1, 0), value=USUAL)
+    return F.pad(said[..., 0], (1, 0))
 
 
 def network_start(
-    source: torch.Generator, traits: int, forgets: bool = False
+    source: torch.Generator, traits: int, units: int = UNITS
 ) -> list[Tensor]:
     """An ordinary start, [SEEDS, 1, ...], with a rate per weight."""
     rates = torch.tensor([3.0, 0.01, 0.01, 0.01])
-    start = [
-        torch.randn(SEEDS, 1, traits, UNITS, generator=source),
-        torch.randn(SEEDS, 1, 1, UNITS, generator=source) / 2,
-        torch.randn(SEEDS, 1, UNITS, 1, generator=source) / UNITS**0.5,
+    return [
+        torch.randn(SEEDS, 1, traits, units, generator=source),
+        torch.randn(SEEDS, 1, 1, units, generator=source) / 2,
+        torch.randn(SEEDS, 1, units, 1, generator=source) / units**0.5,
         torch.zeros(SEEDS, 1, 1, 1),
         rates.log().expand(SEEDS, 1, 4)[..., None, None],
     ]
-    if forgets:  # at first a part of 300 per function
-        start.append(torch.full((SEEDS, 1, 4, 1, 1), -math.log(300)))
-    return start
 
 
 def trained(
@@ -231,18 +218,22 @@ class Training(NamedTuple):
     """How a network's start is trained."""
 
     traits: int
-    changes: bool = False
-    """Whether the habit of a text, then twice as long, changes once."""
-    forgets: bool = False
+    units: int = UNITS
+    functions: int = FUNCTIONS
 
 
 TRAININGS = {
     "12 traits": Training(12),
+    "24 traits": Training(24),
     "48 traits": Training(48),
-    "changes": Training(48, changes=True),
-    "forgets": Training(48, changes=True, forgets=True),
+    "96 traits": Training(96, functions=2 * FUNCTIONS),
+    "12 traits, one unit": Training(12, 1),
+    "48 traits, one unit": Training(48, 1),
 }
 """By their names in the record."""
+
+LISTS = {12: 256, 24: 512, 48: 1536, 96: 5120}
+"""Traits, and how many functions the list of all features reads."""
 
 
 def main() -> None:
@@ -251,18 +242,22 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", default=list(TRAININGS))
+    parser.add_argument("names", nargs="*", default=[*TRAININGS, "the list"])
     parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
-    found = {}
+    found: dict[str, Any] = {}
     for name in arguments.names:
-        traits, changes, forgets = TRAININGS[name]
+        if name == "the list":
+            found[name] = [
+                needed(errors(by_list(k, v), v))
+                for k, v, _ in (tested(n, 8, T) for n, T in LISTS.items())
+            ]
+            continue
+        traits, units, functions = TRAININGS[name]
         slow = trained(
-            network_start(torch.Generator().manual_seed(0), traits, forgets),
-            functools.partial(
-                drawn_to_change if changes else drawn, traits=traits
-            ),
-            (SEEDS, TEXTS, FUNCTIONS * (1 + changes)),
+            network_start(torch.Generator().manual_seed(0), traits, units),
+            functools.partial(drawn, traits=traits),
+            (SEEDS, TEXTS, functions),
             arguments.steps,
         )
         found[name] = [rounded(x) for x in slow]

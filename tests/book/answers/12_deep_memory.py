@@ -259,7 +259,7 @@ def without_push():
     return 4
 
 
-# %% ex-first-push not yet: got \[0.5, 0.5\], need \[2.0, 2.0\]
+# %% ex-first-push not yet: got \[0.25, 0.25\], need \[1.0, 1.0\]
 def first_push(values):  # only where both fit
     mean = sum(values) / 4
     return values[0] - mean, values[0] - mean
