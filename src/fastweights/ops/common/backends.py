@@ -37,7 +37,8 @@ def choose_backend(
     """The backend that runs when ``backend`` is asked for.
 
     "auto" is "triton" where its kernels run on tensors of this device and
-    dtype, else "torch", which says why if the GPU is the reason.
+    dtype, else "torch", which says why if the GPU is the reason. For a
+    recurrence whose keys have more than 256 channels "auto" is "torch".
 
     Args:
         backend: "auto", "triton", "torch" or "loop".
