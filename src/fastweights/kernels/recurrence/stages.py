@@ -207,6 +207,7 @@ class ScheduleBuilder:
     def __init__(self, kind: CallKind, dtypes: CallTensors) -> None:
         self.kind, self.specs = kind, TensorSpecs(kind, dtypes)
         self.launches: list[Launch] = []
+        self.compose_place = 0  # of compose_kernel, among the launches
         self.exchanged: tuple[int, int] | None = None
 
     def add(
@@ -231,13 +232,13 @@ class ScheduleBuilder:
         meta = meta_of(stage, kind)
         tiles = meta.NV + (meta.NM if kind.on_ranks and kind.delta else 0)
         programs = RuntimeNumber("borders", kind.HV * tiles)
-        self.compose = len(self.launches)
+        self.compose_place = len(self.launches)
         self.add(stage, compose_kernel, programs, passing)
 
     def add_arriving(self, stage: str, passing: StatePassing) -> None:
         """add_arriving_kernel, which needs none of the maps themselves."""
         states = passing._replace(maps=None)
-        self.exchanged = self.compose, len(self.launches)
+        self.exchanged = self.compose_place, len(self.launches)
         self.add_tiles(stage, add_arriving_kernel, "borders", states)
 
     def schedule(self, *results: TensorSpec | None) -> Schedule:
