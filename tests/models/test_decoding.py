@@ -5,14 +5,9 @@ import sys
 
 import pytest
 import torch
+from support.model_cases import KINDS
 
-from fastweights.models import (
-    LAYERS,
-    LanguageModel,
-    ModelConfig,
-    decoding,
-    recording,
-)
+from fastweights.models import LanguageModel, ModelConfig, decoding, recording
 from fastweights.models.recording import Recording, is_recordable
 from fastweights.models.streaming import stream
 
@@ -56,7 +51,7 @@ def test_a_first_call_loads_no_compiler():
 
 
 @GPU
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_recorded_tokens_are_those_of_python_in_bits(kind, monkeypatch):
     m, some = made(kind), prompts(5, 17, 40)
 

@@ -24,11 +24,10 @@ def logits_of(m, pool, rows, lengths, tokens, *offsets):
         return m(tokens, states, *offsets)[0]
 
 
-NARROW = [  # of the library's own layers: the laboratory adds some
-    name
-    for name, layer in LAYERS.items()
-    if layer.__module__.startswith("fastweights.")
-    and getattr(layer, "uses_decode_step", False)
+NARROW = [
+    x
+    for x in model_cases.KINDS
+    if getattr(LAYERS[x], "uses_decode_step", False)
 ]
 
 
@@ -66,15 +65,18 @@ def alone(m, prompt, new):
     return logits[0, len(prompt) - 1 :]
 
 
-KINDS = [("gated_deltanet", "softmax"), *[(kind,) for kind in LAYERS]]
-EACH_TIME = [KINDS[0], ("retention",), ("mamba",), ("mlstm",)]
+PATTERNS = [
+    ("gated_deltanet", "softmax"),
+    *[(kind,) for kind in model_cases.KINDS],
+]
+EACH_TIME = [PATTERNS[0], ("retention",), ("mamba",), ("mlstm",)]
 patterns = pytest.mark.parametrize(
     "pattern",
     [
         pytest.param(
             x, id="-".join(x), marks=[] if x in EACH_TIME else pytest.mark.full
         )
-        for x in KINDS
+        for x in PATTERNS
     ],
 )
 
