@@ -154,7 +154,7 @@ def test_what_the_readme_says_of_peers_at_trained_gates():
 
     fla = [
         ratio
-        for member in ("gated_deltanet", "kda")
+        for member in MODELS
         for ratio in over_ours("fla", member, "trained")
     ]
     words = f"{min(fla):.1f} to {max(fla):.1f} times with the trained ones"
