@@ -135,7 +135,9 @@ def test_offsets_that_end_too_late():
     x = {name: t for name, t in inputs().items() if name != "initial_state"}
     with pytest.raises(ValueError, match=r"^cu_seqlens: got \[0, 9\]"):
         offsets = torch.tensor([0, 9])
-        arguments.check_values(arguments.Operands(**x, cu_seqlens=offsets))
+        arguments.check_values(
+            arguments.RecurrenceOperands(**x, cu_seqlens=offsets)
+        )
 
 
 @pytest.mark.usefixtures("checked")

@@ -31,7 +31,7 @@ CHECKED = os.environ.get("FASTWEIGHTS_CHECK", "0") not in ("", "0")
 """Whether values are looked at."""
 
 
-class Operands(NamedTuple):
+class RecurrenceOperands(NamedTuple):
     """The tensors of a call, as linear_recurrence describes them."""
 
     q: Tensor
@@ -57,7 +57,7 @@ class Operands(NamedTuple):
         return {name: x for name, x in pairs if x is not None}
 
 
-class OperatorOptions(NamedTuple):
+class RecurrenceOptions(NamedTuple):
     """The options of the recurrence's operator and of its backends."""
 
     scale: float
@@ -66,8 +66,8 @@ class OperatorOptions(NamedTuple):
     invariant: bool = False  # ops.common.invariance
 
 
-def check_arguments(
-    operands: Operands,
+def check_recurrence_arguments(
+    operands: RecurrenceOperands,
     *,
     scale: float | None = None,
     chunk_size: int | None = None,
@@ -84,7 +84,7 @@ def check_arguments(
     q, k, v, g, beta, erase_key, initial_state, cu_seqlens = operands
     if k is None or v is None:
         check_tensors({"k": k, "v": v})
-    check_operands(
+    check_types_and_devices(
         {"q": q},
         same={"k": k, "v": v, "erase_key": erase_key},
         same_or_fp32={"g": g, "beta": beta},
@@ -146,7 +146,7 @@ def check_arguments(
         )
 
 
-def check_operands(
+def check_types_and_devices(
     first: dict[str, Tensor],
     *,
     same: Mapping[str, Tensor | None] | None = None,
@@ -296,7 +296,7 @@ def check_states(
     One of the ``extra_dtypes`` will do as well.
     """
     check_tensors(states)
-    check_operands({"q": q}, states=states, extra_dtypes=extra_dtypes)
+    check_types_and_devices({"q": q}, states=states, extra_dtypes=extra_dtypes)
     for name, shape in shapes.items():
         if states[name].shape != shape:
             wrong_shape(name, states[name], f"{list(shape)}")
@@ -485,7 +485,7 @@ def is_readable(x: Tensor) -> bool:
 
 
 def check_values(
-    operands: Operands, state_name: str = "initial_state"
+    operands: RecurrenceOperands, state_name: str = "initial_state"
 ) -> None:
     """Raise ValueError for the first argument whose values do not fit.
 
@@ -496,8 +496,8 @@ def check_values(
     of torch.func, in a trace, while a CUDA graph is captured, for tensors
     without data or of a class of their own.
 
-    The arguments have passed check_arguments; ``state_name`` is what the
-    caller calls ``initial_state``.
+    The arguments have passed check_recurrence_arguments; ``state_name`` is
+    what the caller calls ``initial_state``.
     """
     if not CHECKED:
         return

@@ -18,7 +18,7 @@ from triton.runtime import _allocation, _async_compile
 from triton.runtime.jit import create_function_from_signature
 
 import fastweights as fw
-from fastweights.arguments import OperatorOptions
+from fastweights.arguments import RecurrenceOptions
 from fastweights.kernels.gpu import gpu_of
 from fastweights.kernels.recurrence import backend, stages
 from fastweights.kernels.recurrence.schedule import (
@@ -81,7 +81,7 @@ def schedules(x, ends, chunk_size=64):
     tensors = CallTensors(
         *(x.get(name) for name in CallTensors._fields[:6]), *ends
     )
-    options = OperatorOptions(scale=1.0, chunk_size=chunk_size)
+    options = RecurrenceOptions(scale=1.0, chunk_size=chunk_size)
     kind, sizes = backend.kind_of(tensors, options)
     lengths = lengths_of(kind, *sizes)
     kinds, segmented = backend.dtypes_of(tensors), lengths.borders > 0

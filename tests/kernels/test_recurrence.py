@@ -15,7 +15,7 @@ from support.kernel_judge import DEVICES, on_devices
 from support.recurrence_judge import budget_of, cast, judge, some
 
 import fastweights as fw
-from fastweights.arguments import Operands, OperatorOptions
+from fastweights.arguments import RecurrenceOperands, RecurrenceOptions
 from fastweights.checks import relative_error
 from fastweights.kernels.gpu import dot_precision
 from fastweights.kernels.recurrence import backend as kernels
@@ -88,8 +88,8 @@ def test_the_precision_of_products_is_the_one_of_the_call(where, values):
     found = []
     for value in values:
         switch(where, value)
-        inputs = Operands(*(x[n] for n in names))
-        kind, _ = kernels.kind_of(inputs, OperatorOptions(scale=1.0))
+        inputs = RecurrenceOperands(*(x[n] for n in names))
+        kind, _ = kernels.kind_of(inputs, RecurrenceOptions(scale=1.0))
         found.append(settings_of("scan", kind)[0].PRECISION)
         assert dot_precision(torch.bfloat16, 128) == "tf32"
         assert dot_precision(torch.float32, 129) == "tf32x3"
@@ -219,8 +219,8 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
         return found[room.name]
 
     monkeypatch.setattr(TensorSpec, "empty", remembered)
-    inputs = Operands(*map(x.get, names))
-    options = OperatorOptions(scale=scale, chunk_size=C)
+    inputs = RecurrenceOperands(*map(x.get, names))
+    options = RecurrenceOptions(scale=scale, chunk_size=C)
     *_, saved = kernels.forward(inputs, options)
     kernels.backward(do, dstate, inputs, saved, options)
     for name, ref in (

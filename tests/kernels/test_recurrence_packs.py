@@ -15,7 +15,7 @@ from support.recurrence_judge import (
     take_turns,
 )
 
-from fastweights.arguments import Operands, OperatorOptions
+from fastweights.arguments import RecurrenceOperands, RecurrenceOptions
 from fastweights.kernels.recurrence import backend as kernels
 
 LENGTHS = [0, 37, 0, 0, 1, 16, 35, 0]  # at both ends too, a chunk and more
@@ -98,9 +98,9 @@ def test_offsets_that_lie_reach_no_other_memory(
     x = member_inputs(gate, rule, **sizes, dtype=torch.float32)
     x = {name: guarded.like(t) for name, t in x.items()}
     names = ("q", "k", "v", "g", "beta", "erase_key", "initial_state")
-    inputs = Operands(*map(x.get, names), guarded.like(offsets))
+    inputs = RecurrenceOperands(*map(x.get, names), guarded.like(offsets))
     monkeypatch.setattr(kernels, "check_offsets_on_host", lambda *_: None)
-    options = OperatorOptions(scale=1.0, chunk_size=16)
+    options = RecurrenceOptions(scale=1.0, chunk_size=16)
     o, state, saved = kernels.forward(inputs, options)
     do, dstate = guarded.like(torch.ones_like(o)), guarded.like(state)
     grads = kernels.backward(do, dstate, inputs, saved, options)

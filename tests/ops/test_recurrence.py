@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastweights as fw
 from fastweights import ops
-from fastweights.arguments import Operands, OperatorOptions
+from fastweights.arguments import RecurrenceOperands, RecurrenceOptions
 from fastweights.checks import relative_error
 
 BACKENDS = ("loop", "torch")
@@ -34,7 +34,7 @@ backends = pytest.mark.parametrize("backend", BACKENDS)
 def test_the_operator_has_its_groups_in_their_order():
     """PyTorch hands them over one after the other."""
     names = [x.name for x in FORWARD._schema.arguments]
-    assert names == [*Operands._fields, *OperatorOptions._fields]
+    assert names == [*RecurrenceOperands._fields, *RecurrenceOptions._fields]
 
 
 # H, HV, K, V

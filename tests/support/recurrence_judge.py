@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastweights as fw
 from fastweights import ops
-from fastweights.arguments import Operands, OperatorOptions
+from fastweights.arguments import RecurrenceOperands, RecurrenceOptions
 from fastweights.checks import relative_error
 from fastweights.reference import chunkwise
 from fastweights.torch_backend import recurrence as torch_backend
@@ -152,8 +152,8 @@ class RoundedChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        ctx.inputs = Operands(*inputs)
-        ctx.options = OperatorOptions(scale=0.3)
+        ctx.inputs = RecurrenceOperands(*inputs)
+        ctx.options = RecurrenceOptions(scale=0.3)
         patch, dtype = pytest.MonkeyPatch.context, inputs[0].dtype
         with patch() as monkeypatch, RoundedProducts(dtype, monkeypatch):
             found = torch_backend.forward(ctx.inputs, ctx.options)

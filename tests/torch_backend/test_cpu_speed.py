@@ -5,7 +5,7 @@ import torch
 from support.inputs import Largest
 
 import fastweights as fw
-from fastweights.arguments import Operands, OperatorOptions
+from fastweights.arguments import RecurrenceOperands, RecurrenceOptions
 from fastweights.checks import Footprint, relative_error
 from fastweights.ops import decode
 from fastweights.reference import chunkwise
@@ -16,7 +16,7 @@ members = pytest.mark.parametrize(
     "member", [name for name in speed.MEMBERS if hasattr(fw, name)]
 )
 
-OPTIONS = OperatorOptions(scale=0.3)
+OPTIONS = RecurrenceOptions(scale=0.3)
 
 
 def small(member, B, T, H, D):
@@ -37,7 +37,7 @@ def test_one_token_is_one_step(member):
     """Nothing is larger than the state: one token is not padded to 64."""
     x = arguments(member, 1, 1, 2, 8)
     with Footprint() as seen:
-        _, _, saved = torch_backend.forward(Operands(*x), OPTIONS)
+        _, _, saved = torch_backend.forward(RecurrenceOperands(*x), OPTIONS)
     assert seen.largest == 2 * 8 * 8
     assert not any(x.numel() for x in saved)
     assert seen.calls <= 26
@@ -57,7 +57,7 @@ def test_a_decoded_token_takes_few_operations(member):
 def test_no_chunk_is_longer_than_its_sequence(T):
     x = arguments("gated_deltanet", 1, T, 2, 8)
     with Footprint() as seen:
-        torch_backend.forward(Operands(*x), OPTIONS)
+        torch_backend.forward(RecurrenceOperands(*x), OPTIONS)
     # Scores of queries and of keys; both side by side; the state
     assert seen.largest == max(2 * 2 * T * T, 2 * 2 * T * 8, 2 * 8 * 8)
 
@@ -85,8 +85,8 @@ def test_a_training_step_of_one_chunk(member):
     """No product reads a state that is empty, or passes its gradient on."""
     x = arguments(member, 2, 32, 2, 8)
     with Largest() as seen:
-        o, _, saved = torch_backend.forward(Operands(*x), OPTIONS)
-        torch_backend.backward(o, None, Operands(*x), saved, OPTIONS)
+        o, _, saved = torch_backend.forward(RecurrenceOperands(*x), OPTIONS)
+        torch_backend.backward(o, None, RecurrenceOperands(*x), saved, OPTIONS)
     gate, delta = speed.MEMBERS[member]
     products = 11 if delta else 7
     products += 3 * (gate == "channel")  # two strips of rows

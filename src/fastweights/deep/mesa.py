@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fastweights import torch_internals
 from fastweights.arguments import (
-    Operands,
-    OperatorOptions,
+    RecurrenceOperands,
+    RecurrenceOptions,
     check_dtypes,
     check_packed,
     check_sequences,
@@ -198,8 +198,10 @@ def solve(
     def product(x: Tensor) -> Tensor:
         if H is not None:
             return torch.einsum("bhkj,bthk->bthj", H, x)
-        operands = Operands(x, weighted, k, g, None, None, H0, cu_seqlens)
-        options = OperatorOptions(
+        operands = RecurrenceOperands(
+            x, weighted, k, g, None, None, H0, cu_seqlens
+        )
+        options = RecurrenceOptions(
             scale=1.0, backend=solver.backend, invariant=is_invariant()
         )
         return RECURRENCE.forward(*operands, *options)[0]

@@ -28,9 +28,9 @@ from fastweights.arguments import (
     check_integers,
     check_number,
     check_offsets_on_host,
-    check_operands,
     check_sequences,
     check_tensors,
+    check_types_and_devices,
     wrong_shape,
 )
 from fastweights.dtypes import without_autocast
@@ -217,7 +217,7 @@ def _check(
 ) -> None:
     """Raise for the first argument that does not fit the others."""
     check_tensors({"x": x, "weight": weight})
-    check_operands(
+    check_types_and_devices(
         {"x": x},
         same={"initial_state": initial_state},
         same_or_fp32={"weight": weight, "bias": bias},

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fastweights.arguments import (
     INDEX_DTYPES,
-    Operands,
-    check_arguments,
+    RecurrenceOperands,
     check_dtypes,
+    check_recurrence_arguments,
     check_tensors,
     check_values,
     is_readable,
@@ -136,7 +136,7 @@ def decode_step(
     q, k, v = cast_for_autocast(q, k, v)
     if erase_key is not None:
         (erase_key,) = cast_for_autocast(erase_key)
-    operands = Operands(q, k, v, g, beta, erase_key, state)
+    operands = RecurrenceOperands(q, k, v, g, beta, erase_key, state)
     _check(operands, rows, scale, backend)
     if erase_key is not None:
         erase_key = per_value_head(erase_key, v.shape[2])
@@ -159,7 +159,7 @@ def decode_step(
 
 
 def _check(
-    operands: Operands,
+    operands: RecurrenceOperands,
     rows: Tensor | None,
     scale: float | None,
     backend: Backend,
@@ -169,7 +169,7 @@ def _check(
     if state is None:
         raise TypeError("state: got NoneType, need a Tensor")
     narrow = narrow_dtypes(q)
-    check_arguments(
+    check_recurrence_arguments(
         operands if rows is None else operands._replace(initial_state=None),
         scale=scale,
         state_name="state",
@@ -224,7 +224,7 @@ def check_accepted(name: str, num_accepted: Tensor, **of: Tensor) -> None:
         raise ValueError(f"{name}: got {values}, need 0 to {T}")
 
 
-def _refuse_gradients(operands: Operands) -> None:
+def _refuse_gradients(operands: RecurrenceOperands) -> None:
     """Raise for the first tensor that a gradient is asked for."""
     for name, x in operands.differentiable("state").items():
         if x.requires_grad:

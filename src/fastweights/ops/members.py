@@ -19,14 +19,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import (
-    Operands,
-    check_arguments,
+    RecurrenceOperands,
     check_dim,
     check_flags,
     check_gate,
     check_integers,
     check_names,
     check_number,
+    check_recurrence_arguments,
     check_sizes,
     check_strength,
 )
@@ -422,7 +422,9 @@ def gated_deltanet2(
             to 1, in fp32 or q's dtype.
     """
     q, k, v = cast_for_autocast(q, k, v)
-    check_arguments(Operands(q, k, v, g), min_tokens=min_tokens())
+    check_recurrence_arguments(
+        RecurrenceOperands(q, k, v, g), min_tokens=min_tokens()
+    )
     check_dim("g", g, 4, "[B, T, HV, K]")
     check_strength("b", b, q, g.shape, k.shape)
     check_strength("w", w, q, v.shape)
@@ -460,7 +462,9 @@ def comba(
     """
     q, k, v = cast_for_autocast(q, k, v)
     (p,) = cast_for_autocast(p)
-    check_arguments(Operands(q, k, v, g, beta), min_tokens=min_tokens())
+    check_recurrence_arguments(
+        RecurrenceOperands(q, k, v, g, beta), min_tokens=min_tokens()
+    )
     check_dim("g", g, 3, "[B, T, HV]")
     check_dim("beta", beta, 3, "[B, T, HV]")
     check_strength("p", p, q, (*g.shape, k.shape[3]), k.shape)

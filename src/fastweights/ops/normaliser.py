@@ -10,9 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import (
-    Operands,
-    check_arguments,
+    RecurrenceOperands,
     check_number,
+    check_recurrence_arguments,
     check_states,
 )
 from fastweights.dtypes import (
@@ -67,7 +67,9 @@ def recurrence_with_normaliser(
     def run(
         q: Tensor, k: Tensor, v: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        operands = Operands(q, k, v, g, None, None, state, cu_seqlens)
+        operands = RecurrenceOperands(
+            q, k, v, g, None, None, state, cu_seqlens
+        )
         if ranks is None:
             return local_recurrence(operands, scale, chunk_size, backend)
         options: Any = (scale, chunk_size, backend)
@@ -105,8 +107,8 @@ def check_normalised(
     ``states`` are what the caller has under these names: none, the state
     [N, HV, K, V + 1], or that and a number per head, [N, HV].
     """
-    check_arguments(
-        Operands(q, k, v, g, cu_seqlens=cu_seqlens),
+    check_recurrence_arguments(
+        RecurrenceOperands(q, k, v, g, cu_seqlens=cu_seqlens),
         scale=scale,
         chunk_size=chunk_size,
         min_tokens=min_tokens(),

@@ -29,7 +29,7 @@ from __future__ import annotations
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.arguments import Operands
+from fastweights.arguments import RecurrenceOperands
 from fastweights.dtypes import cast_for_autocast
 from fastweights.ops.common.backends import Backend
 from fastweights.ops.recurrence_on_ranks import recurrence_over_ranks
@@ -137,7 +137,9 @@ def linear_recurrence(
     q, k, v = cast_for_autocast(q, k, v)
     if erase_key is not None:
         (erase_key,) = cast_for_autocast(erase_key)
-    operands = Operands(q, k, v, g, beta, erase_key, initial_state, cu_seqlens)
+    operands = RecurrenceOperands(
+        q, k, v, g, beta, erase_key, initial_state, cu_seqlens
+    )
     if (ranks := current_ranks()) is None:
         return local_recurrence(operands, scale, chunk_size, backend)
     return recurrence_over_ranks(ranks, operands, scale, chunk_size, backend)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fastweights.arguments import (
-    Operands,
-    OperatorOptions,
-    check_arguments,
+    RecurrenceOperands,
+    RecurrenceOptions,
+    check_recurrence_arguments,
     check_values,
 )
 from fastweights.dtypes import without_autocast
@@ -31,7 +31,7 @@ from fastweights.ops.recurrence_operator import (
     Results,
     backend_module,
     local_recurrence,
-    make_operator,
+    make_recurrence_operator,
     prepare_call,
 )
 from fastweights.packing import copy_states
@@ -49,13 +49,15 @@ from fastweights.ranks.shard import (
 
 def recurrence_over_ranks(
     ranks: Ranks,
-    operands: Operands,
+    operands: RecurrenceOperands,
     scale: float | None,
     chunk_size: int | None,
     backend: Backend,
 ) -> tuple[Tensor, Tensor]:
     """linear_recurrence of this rank's tokens, which may be none."""
-    check_arguments(operands, scale=scale, chunk_size=chunk_size, min_tokens=0)
+    check_recurrence_arguments(
+        operands, scale=scale, chunk_size=chunk_size, min_tokens=0
+    )
     check_backend(backend)
     T = operands.q.shape[1]
     q, k, v, g, beta, erase_key, initial_state, cu_seqlens = with_a_token(
@@ -71,8 +73,8 @@ def recurrence_over_ranks(
         if initial_state is not None or sums_states:
             shard = shard_of(ranks, q, T, cu_seqlens)
             states = shard.initial_states(states)
-        check_values(Operands(*tokens))
-        operands = Operands(*tokens, states, cu_seqlens)
+        check_values(RecurrenceOperands(*tokens))
+        operands = RecurrenceOperands(*tokens, states, cu_seqlens)
         operands, options = prepare_call(operands, scale, chunk_size, backend)
         o, state = RECURRENCE_ON_RANKS(*operands, *options)
         if sums_states:
@@ -82,7 +84,9 @@ def recurrence_over_ranks(
     states = shard.initial_states(states)
 
     def run(v: Tensor, states: Tensor, offsets: Tensor | None) -> Any:
-        operands = Operands(q, k, v, g, beta, erase_key, states, offsets)
+        operands = RecurrenceOperands(
+            q, k, v, g, beta, erase_key, states, offsets
+        )
         return local_recurrence(operands, scale, chunk_size, backend)
 
     run_v = functools.partial(run, v)
@@ -114,7 +118,9 @@ def sums_final_states(
     return cu_seqlens is not None or not gathers_maps(ranks, invariant)
 
 
-def _forward(operands: Operands, options: OperatorOptions) -> Results:
+def _forward(
+    operands: RecurrenceOperands, options: RecurrenceOptions
+) -> Results:
     """o of this rank; final states of all ranks, unless they are summed later.
 
     Saved are also the ranks' maps and the states that enter this one.
@@ -135,7 +141,7 @@ def _forward(operands: Operands, options: OperatorOptions) -> Results:
     return o, state, [*saved, exchange.maps, entering]
 
 
-def _fake(operands: Operands, options: OperatorOptions) -> Results:
+def _fake(operands: RecurrenceOperands, options: RecurrenceOptions) -> Results:
     q, _, v, _, beta, erase_key, initial_state, cu_seqlens = operands
     assert initial_state is not None
     saved = backend_module("triton").empty_saved(operands, options, True)
@@ -151,9 +157,9 @@ def _fake(operands: Operands, options: OperatorOptions) -> Results:
 def _backward(
     do: Tensor | None,
     dstate: Tensor | None,
-    operands: Operands,
+    operands: RecurrenceOperands,
     saved: list[Tensor],
-    options: OperatorOptions,
+    options: RecurrenceOptions,
 ) -> list[Tensor]:
     """Gradients of the inputs, each rank's own part."""
     q, cu_seqlens = operands.q, operands.cu_seqlens
@@ -174,8 +180,8 @@ def _backward(
 
 
 def _local(
-    operands: Operands, entering: Tensor, exchange: Exchange
-) -> Operands:
+    operands: RecurrenceOperands, entering: Tensor, exchange: Exchange
+) -> RecurrenceOperands:
     """The operands of the rank's tokens, and the states that enter them."""
     offsets = exchange.cu_seqlens
     return operands._replace(initial_state=entering, cu_seqlens=offsets)
@@ -192,6 +198,6 @@ def _ranks() -> Ranks:
     return ranks
 
 
-RECURRENCE_ON_RANKS = make_operator(
+RECURRENCE_ON_RANKS = make_recurrence_operator(
     "linear_recurrence_on_ranks", _forward, _fake, _backward
 )

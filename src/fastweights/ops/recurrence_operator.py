@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fastweights.arguments import (
     DEFAULT_CHUNK_SIZE,
-    Operands,
-    OperatorOptions,
-    check_arguments,
+    RecurrenceOperands,
+    RecurrenceOptions,
+    check_recurrence_arguments,
     check_values,
 )
 from fastweights.dtypes import compute_dtype, without_autocast
@@ -37,13 +37,13 @@ Results = tuple[Tensor, Tensor, list[Tensor]]  # o, state and what is saved
 
 
 def local_recurrence(
-    operands: Operands,
+    operands: RecurrenceOperands,
     scale: float | None = None,
     chunk_size: int | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """linear_recurrence of sequences that are here as a whole."""
-    check_arguments(operands, scale=scale, chunk_size=chunk_size)
+    check_recurrence_arguments(operands, scale=scale, chunk_size=chunk_size)
     check_backend(backend)
     check_values(operands)
     operands, options = prepare_call(operands, scale, chunk_size, backend)
@@ -55,17 +55,17 @@ def local_recurrence(
 
 
 def prepare_call(
-    operands: Operands,
+    operands: RecurrenceOperands,
     scale: float | None,
     chunk_size: int | None,
     backend: str,
-) -> tuple[Operands, OperatorOptions]:
+) -> tuple[RecurrenceOperands, RecurrenceOptions]:
     """The operands and options of a call, as an operator takes them."""
     # Views of a wider tensor are copied once, not in forward and backward.
     contiguous = [None if x is None else x.contiguous() for x in operands]
-    q, k, v, g, beta, erase_key, *states = Operands._make(contiguous)
+    q, k, v, g, beta, erase_key, *states = RecurrenceOperands._make(contiguous)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    options = OperatorOptions(
+    options = RecurrenceOptions(
         scale=scale,
         chunk_size=chunk_size or DEFAULT_CHUNK_SIZE,
         backend=backend,
@@ -76,7 +76,7 @@ def prepare_call(
         g = g.to(compute_dtype(q.dtype)).expand(v.shape[:3])
     if erase_key is not None:
         erase_key = per_value_head(erase_key, v.shape[2])
-    return Operands(q, k, v, g, beta, erase_key, *states), options
+    return RecurrenceOperands(q, k, v, g, beta, erase_key, *states), options
 
 
 @functools.cache
@@ -89,7 +89,9 @@ def backend_module(backend: str) -> ModuleType:
     return torch_backend
 
 
-def _forward(operands: Operands, options: OperatorOptions) -> Results:
+def _forward(
+    operands: RecurrenceOperands, options: RecurrenceOptions
+) -> Results:
     """The results of a backend, and what its backward re-uses."""
     backend = recurrence_backend(options.backend, operands.q)
     record_run(f"{backend} forward")
@@ -97,7 +99,7 @@ def _forward(operands: Operands, options: OperatorOptions) -> Results:
         return backend_module(backend).forward(operands, options)
 
 
-def _fake(operands: Operands, options: OperatorOptions) -> Results:
+def _fake(operands: RecurrenceOperands, options: RecurrenceOptions) -> Results:
     q, _, v, *_, initial_state, cu_seqlens = operands
     backend = recurrence_backend(options.backend, q)
     saved = backend_module(backend).empty_saved(operands, options)
@@ -108,9 +110,9 @@ def _fake(operands: Operands, options: OperatorOptions) -> Results:
 def _backward(
     do: Tensor | None,
     dstate: Tensor | None,
-    operands: Operands,
+    operands: RecurrenceOperands,
     saved: list[Tensor],
-    options: OperatorOptions,
+    options: RecurrenceOptions,
 ) -> list[Tensor]:
     """Gradients of the inputs up to initial_state that are not None."""
     backend = recurrence_backend(options.backend, operands.q)
@@ -121,23 +123,23 @@ def _backward(
         )
 
 
-def make_operator(
+def make_recurrence_operator(
     name: str, forward: Callable, fake: Callable, backward: Callable
 ) -> Operator:
     """An Operator; its functions take operands and options as groups."""
-    n = len(Operands._fields)
+    n = len(RecurrenceOperands._fields)
 
     def on_groups(function: Callable) -> Callable:
         def call(*flat: Any, **_: Any) -> Any:
-            options = OperatorOptions._make(flat[n:])
-            return function(Operands._make(flat[:n]), options)
+            options = RecurrenceOptions._make(flat[n:])
+            return function(RecurrenceOperands._make(flat[:n]), options)
 
         return call
 
     def back_on_groups(function: Callable) -> Callable:
         def call(do: Any, dstate: Any, *flat: Any, **_: Any) -> Any:
-            operands, saved = Operands._make(flat[:n]), flat[n]
-            options = OperatorOptions._make(flat[n + 1 :])
+            operands, saved = RecurrenceOperands._make(flat[:n]), flat[n]
+            options = RecurrenceOptions._make(flat[n + 1 :])
             return function(do, dstate, operands, saved, options)
 
         return call
@@ -158,4 +160,6 @@ def make_operator(
     )
 
 
-RECURRENCE = make_operator("linear_recurrence", _forward, _fake, _backward)
+RECURRENCE = make_recurrence_operator(
+    "linear_recurrence", _forward, _fake, _backward
+)

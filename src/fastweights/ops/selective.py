@@ -24,10 +24,10 @@ from torch import Tensor
 
 from fastweights.arguments import (
     check_flags,
-    check_operands,
     check_sequences,
     check_shapes,
     check_tensors,
+    check_types_and_devices,
     wrong_shape,
 )
 from fastweights.dtypes import (
@@ -210,7 +210,7 @@ def check_scan(
 ) -> None:
     """Raise for the first argument that does not fit the others."""
     check_tensors({"x": x, "dt": dt, "A": A, "B": B, "C": C})
-    check_operands(
+    check_types_and_devices(
         {"x": x},
         same={"B": B, "C": C},
         same_or_fp32={"dt": dt, "A": A, "D": D, "z": z, "dt_bias": dt_bias},

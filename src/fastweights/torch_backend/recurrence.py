@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fastweights.arguments import Operands, OperatorOptions
+from fastweights.arguments import RecurrenceOperands, RecurrenceOptions
 from fastweights.dtypes import compute_dtype
 from fastweights.heads import state_shape
 from fastweights.packing import (
@@ -37,7 +37,7 @@ IN_CACHE = 2**17  # entries of score matrices that one core works on at once
 
 
 def pieces(
-    cu_seqlens: Offsets | None, v: Tensor, options: OperatorOptions
+    cu_seqlens: Offsets | None, v: Tensor, options: RecurrenceOptions
 ) -> list[Piece]:
     """Sequences that are computed together, and stay in a core's cache.
 
@@ -56,7 +56,7 @@ def pieces(
     return [Piece(n, (n, slice(None)), C) for n in parts]
 
 
-def loop(operands: Operands, scale: float) -> tuple[Tensor, Tensor]:
+def loop(operands: RecurrenceOperands, scale: float) -> tuple[Tensor, Tensor]:
     """One token at a time, with the gradients that autograd finds."""
     q, k, v, g, beta, erase_key, initial_state, cu_seqlens = operands
     if cu_seqlens is not None and cu_seqlens.is_meta:
@@ -66,7 +66,7 @@ def loop(operands: Operands, scale: float) -> tuple[Tensor, Tensor]:
         )
     g = torch.zeros_like(v[..., 0]) if g is None else g
     wide = expand_inputs(q, k, v, g, beta, erase_key)
-    named = zip(Operands._fields, wide, strict=False)
+    named = zip(RecurrenceOperands._fields, wide, strict=False)
     tokens = {name: x for name, x in named if x is not None}
     tokens["q"] = scale * tokens["q"]
 
@@ -88,7 +88,9 @@ def loop(operands: Operands, scale: float) -> tuple[Tensor, Tensor]:
     return torch.cat(outputs, dim=1).to(v.dtype), torch.cat(states)
 
 
-def empty_saved(operands: Operands, options: OperatorOptions) -> list[Tensor]:
+def empty_saved(
+    operands: RecurrenceOperands, options: RecurrenceOptions
+) -> list[Tensor]:
     """Room for Aqk and, if a rule erases, P: a row of C per token.
 
     One token needs no room, unless it is ``invariant``: there are as many
@@ -107,7 +109,7 @@ def empty_saved(operands: Operands, options: OperatorOptions) -> list[Tensor]:
 
 
 def forward(
-    operands: Operands, options: OperatorOptions
+    operands: RecurrenceOperands, options: RecurrenceOptions
 ) -> tuple[Tensor, States, list[Tensor]]:
     """Outputs, final states, and what the backward re-uses."""
     q, _, v, *_, initial_state, cu_seqlens = operands
@@ -143,9 +145,9 @@ def forward(
 def backward(
     do: Tensor | None,
     dstate: States | None,
-    operands: Operands,
+    operands: RecurrenceOperands,
     saved: list[Tensor],
-    options: OperatorOptions,
+    options: RecurrenceOptions,
 ) -> list[Tensor]:
     """Gradients of q, k, v and, if given, g, beta, erase_key, initial_state.
 

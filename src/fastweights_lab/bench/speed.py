@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastweights as fw
-from fastweights.arguments import Operands, OperatorOptions
+from fastweights.arguments import RecurrenceOperands, RecurrenceOptions
 from fastweights.compat import fla as compat
 from fastweights.ops.common.flops import forward as chunk_flops
 from fastweights_lab.bench import nvidia_kda
@@ -189,8 +189,10 @@ def work(member: str, shape: Shape) -> tuple[int, int]:
     moved += size * H * K * (member == "rwkv7")  # a and b
     q, v, beta = (B, T, H, K), (B, T, HV, V), (B, T, HV) if delta else None
     erase_key = q if member in ERASE else None
-    shapes = Operands._make([q, q, v, None, beta, erase_key, None, None])
-    options = OperatorOptions(scale=1.0, chunk_size=CHUNK)
+    shapes = RecurrenceOperands._make(
+        [q, q, v, None, beta, erase_key, None, None]
+    )
+    options = RecurrenceOptions(scale=1.0, chunk_size=CHUNK)
     flops = chunk_flops(shapes, options)
     return B * T * moved, flops
 

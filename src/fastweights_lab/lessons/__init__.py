@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastweights.arguments import MAX_K, Operands, check_arguments, wrong_shape
+from fastweights.arguments import (
+    MAX_K,
+    RecurrenceOperands,
+    check_recurrence_arguments,
+    wrong_shape,
+)
 
 
 def check_inputs(
@@ -24,8 +29,8 @@ def check_inputs(
         )
     if isinstance(q, Tensor) and q.dim() == 4 and q.shape[3] > MAX_K:
         wrong_shape("q", q, f"[B, T, H, K] with K <= {MAX_K}")
-    operands = Operands(q, k, v, None, beta, None, initial_state)
-    check_arguments(operands, scale=scale, chunk_size=chunk_size)
+    operands = RecurrenceOperands(q, k, v, None, beta, None, initial_state)
+    check_recurrence_arguments(operands, scale=scale, chunk_size=chunk_size)
     if chunk_size is None:
         raise TypeError("chunk_size: got None, need an int")
     if scale is None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fastweights.arguments import (
-    Operands,
-    OperatorOptions,
+    RecurrenceOperands,
+    RecurrenceOptions,
     check_offsets_on_host,
 )
 from fastweights.kernels.gpu import dot_precision, gpu_of
@@ -30,7 +30,7 @@ from fastweights.kernels.recurrence.state_passing import StateExchange
 
 
 def kind_of(
-    tensors: CallTensors, options: OperatorOptions, on_ranks: bool = False
+    tensors: CallTensors, options: RecurrenceOptions, on_ranks: bool = False
 ) -> tuple[CallKind, tuple]:
     """The kind of this call, and the sizes that lengths_of takes.
 
@@ -54,7 +54,9 @@ def dtypes_of(tensors: CallTensors) -> CallTensors:
 
 
 def empty_saved(
-    operands: Operands, options: OperatorOptions, on_ranks: bool = False
+    operands: RecurrenceOperands,
+    options: RecurrenceOptions,
+    on_ranks: bool = False,
 ) -> list[Tensor]:
     """Room for what :func:`forward` saves."""
     tensors = CallTensors(*operands)
@@ -80,7 +82,7 @@ def aligned(x: Tensor | None) -> Tensor | None:
 def run_schedule(
     inputs: Iterable[Tensor | None],
     saved: list[Tensor] | None,
-    options: OperatorOptions,
+    options: RecurrenceOptions,
     exchange: StateExchange | None = None,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """The results of a forward, or with ``saved`` of a backward; and saved.
@@ -114,8 +116,8 @@ def run_schedule(
 
 
 def forward(
-    operands: Operands,
-    options: OperatorOptions,
+    operands: RecurrenceOperands,
+    options: RecurrenceOptions,
     exchange: StateExchange | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """o in v's dtype, the final states in fp32, and what is saved.
@@ -130,9 +132,9 @@ def forward(
 def backward(
     do: Tensor | None,
     dstate: Tensor | None,
-    operands: Operands,
+    operands: RecurrenceOperands,
     saved: list[Tensor],
-    options: OperatorOptions,
+    options: RecurrenceOptions,
     exchange: StateExchange | None = None,
 ) -> list[Tensor]:
     """Gradients of q, k, v and, if given, g, beta, erase_key, initial_state.

@@ -27,12 +27,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from fastweights.arguments import OperatorOptions
+from fastweights.arguments import RecurrenceOptions
 from fastweights.torch_internals import dispatch_modes
 
 
 def _sizes(
-    shapes: Any, options: OperatorOptions
+    shapes: Any, options: RecurrenceOptions
 ) -> tuple[tuple[int, ...], bool]:
     """B, T, HV, K, V and C of operands' shapes, and whether a rule erases."""
     (B, T, _, K), (HV, V), C = shapes.q, shapes.v[2:], options.chunk_size
@@ -40,7 +40,7 @@ def _sizes(
     return (B, T, HV, K, V, C), delta
 
 
-def forward(shapes: Any, options: OperatorOptions) -> int:
+def forward(shapes: Any, options: RecurrenceOptions) -> int:
     """FLOPs of the operator fastweights::linear_recurrence."""
     (B, T, HV, K, V, C), delta = _sizes(shapes, options)
     flops = 2 * (C * K + C * V + 2 * K * V)
@@ -50,7 +50,7 @@ def forward(shapes: Any, options: OperatorOptions) -> int:
 
 
 def backward(
-    do: Any, dstate: Any, shapes: Any, saved: Any, options: OperatorOptions
+    do: Any, dstate: Any, shapes: Any, saved: Any, options: RecurrenceOptions
 ) -> int:
     """FLOPs of the operator fastweights::linear_recurrence_backward."""
     (B, T, HV, K, V, C), delta = _sizes(shapes, options)
