@@ -74,18 +74,20 @@ def store_scores(b_Aqk, b_Aek, b_beta, scores, rows, META: tl.constexpr):
     if scores.Aqk is not None:
         b_Aqk = tl.where(o_t >= 0, b_Aqk, 0.0)  # [BT, BT]
         tile.store_rows(scores.Aqk, b_Aqk, rows, 0, SCORES)
-    steps = 0.0
+    step_bound = 0.0
     if scores.R is not None:
         b_Aek = tl.where(o_t >= 0, b_Aek, 0.0)  # [BT, BT]
         if META.ERASE:
             b_R = inverse.checked_inverse(b_Aek, PRECISION)
         else:
             largest = tl.max(tl.abs(b_Aek))
-            steps = largest * tl.max(tl.where(b_beta >= 0.0, b_beta, 1e30))
-            mild = (steps < 2.05) & (largest < 1e3)
+            step_bound = largest * tl.max(
+                tl.where(b_beta >= 0.0, b_beta, 1e30)
+            )
+            mild = (step_bound < 2.05) & (largest < 1e3)
             b_R = inverse.bounded_inverse(b_Aek, b_beta, mild, PRECISION)
         tile.store_rows(scores.R, b_R, rows, 0, SCORES)
-    return steps
+    return step_bound
 
 
 @triton.jit
@@ -228,7 +230,7 @@ def intra_fwd_kernel(
             else:
                 b_G = tl.load(tile.slot_row(decays.G, i_ch, BT))  # [BT]
                 b_Aek *= gates.decay_matrix(b_G)
-    steps = store_scores(b_Aqk, b_Aek, b_beta, scores, rows, META)
+    step_bound = store_scores(b_Aqk, b_Aek, b_beta, scores, rows, META)
     if PER_HEAD and DELTA:
         if ERASE:
             # Of each I - k e^T the largest singular value, at least 1.
@@ -238,7 +240,7 @@ def intra_fwd_kernel(
             b_most = tl.maximum(0.5 * (tl.sqrt(b_ee) + b_most), 1.0)
             b_total += tl.sum(tl.log2(b_most))
         else:  # a map grows with steps over 2
-            b_total += BT * tl.log2(tl.maximum(steps - 1.0, 1.0))
+            b_total += BT * tl.log2(tl.maximum(step_bound - 1.0, 1.0))
         tl.store(decays.map_bound + i_ch, b_total)
 
 

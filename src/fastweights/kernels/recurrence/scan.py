@@ -255,9 +255,9 @@ def scan_fwd_kernel(
     BK: tl.constexpr = META.BK
     BV: tl.constexpr = META.BV
     NV: tl.constexpr = META.NV
-    READS: tl.constexpr = outputs.o is not None
+    WRITES_O: tl.constexpr = outputs.o is not None
     KEEPS: tl.constexpr = outputs.h is not None
-    MAP: tl.constexpr = not READS and not KEEPS
+    MAP: tl.constexpr = not WRITES_O and not KEEPS
     WIDE: tl.constexpr = BK * BV > 128 * 64  # 8 warps
     NM: tl.constexpr = META.NM if MAP and DELTA else 0
     i_v, i_x = tl.program_id(0) % (NV + NM), tl.program_id(0) // (NV + NM)
@@ -280,7 +280,7 @@ def scan_fwd_kernel(
         t_k_out = tile.sequence_tiles(qk.k_out, span, KEYS)
     if DELTA:
         t_R = tile.sequence_tiles(scores.R, span, SCORES)
-    if READS:
+    if WRITES_O:
         t_q_in = tile.sequence_tiles(qk.q_in, span, KEYS)
         if PER_CHANNEL:
             t_Aqk = tile.sequence_tiles(scores.Aqk, span, SCORES)
@@ -301,14 +301,14 @@ def scan_fwd_kernel(
             b_outer, b_inner, b_in, b_out, factorable = head_decays(
                 decays, i_ch, v, META
             )
-        if READS and PER_HEAD and not DELTA:
+        if WRITES_O and PER_HEAD and not DELTA:
             b_G = tl.load(tile.slot_row(decays.G, i_ch, BT))  # [BT]
         b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
         b_v = tile.load_chunk(t_v, span, c_v, i_hv, i_v, VALUES)
         if not PER_CHANNEL or DELTA:
             b_k = tile.load_chunk(t_k_in, span, c, i_read, 0, READ_KEYS)
 
-        if READS and not PER_CHANNEL:
+        if WRITES_O and not PER_CHANNEL:
             # Before the errors, to free S_in's room.
             b_q = tile.load_chunk(t_q_in, span, c, i_h, 0, KEYS)
             b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # q S
@@ -351,7 +351,7 @@ def scan_fwd_kernel(
         # S' = decay S + k^T v_new [BK, BV]
         b_S = tl.dot(b_kT, b_new, b_S, input_precision=PRECISION)
 
-        if READS:
+        if WRITES_O:
             if not PER_CHANNEL:
                 b_A = tile.dot(b_q, b_kT, None, PRECISION, WIDE)
             else:

@@ -221,15 +221,15 @@ class Schedule:
     which the forward makes and the backward is handed; all other tensors
     share one, ``scratch``, that is freed after the last launch.
 
-    On ranks a call leaves those of ``exchanged``, compose_kernel's place and
-    add_arriving_kernel's, and all between to its ``exchange``.
+    On ranks a call leaves the launches of ``exchange_span``, from the place of
+    compose_kernel to that of add_arriving_kernel, to its ``exchange``.
     """
 
     launches: Sequence[Launch]
     inputs: Sequence[str]
     results: Sequence[TensorSpec]
     saved: Sequence[TensorSpec]
-    exchanged: tuple[int, int] | None = None
+    exchange_span: tuple[int, int] | None = None
     kernels: list[Any] = field(default_factory=list)  # once they are loaded
 
     def __post_init__(self) -> None:
@@ -344,8 +344,8 @@ class Schedule:
         exchange: StateExchange,
     ) -> None:
         """Launch all, some of them as the exchange asks for them."""
-        assert self.exchanged is not None
-        compose, arriving = self.exchanged
+        assert self.exchange_span is not None
+        compose, arriving = self.exchange_span
         passing = self.launches[compose].arguments[0]
 
         def run_with(n: int, **tensors: Tensor) -> None:

@@ -208,7 +208,7 @@ class ScheduleBuilder:
         self.kind, self.specs = kind, TensorSpecs(kind, dtypes)
         self.launches: list[Launch] = []
         self.compose_place = 0  # of compose_kernel, among the launches
-        self.exchanged: tuple[int, int] | None = None
+        self.exchange_span: tuple[int, int] | None = None
 
     def add(
         self, stage: str, kernel: Any, programs: RuntimeNumber, *groups: Any
@@ -238,7 +238,7 @@ class ScheduleBuilder:
     def add_arriving(self, stage: str, passing: StatePassing) -> None:
         """add_arriving_kernel, which needs none of the maps themselves."""
         states = passing._replace(maps=None)
-        self.exchanged = self.compose_place, len(self.launches)
+        self.exchange_span = self.compose_place, len(self.launches)
         self.add_tiles(stage, add_arriving_kernel, "borders", states)
 
     def schedule(self, *results: TensorSpec | None) -> Schedule:
@@ -253,7 +253,9 @@ class ScheduleBuilder:
             clear = (clear_tail_kernel, programs, arguments, {"num_warps": 4})
             self.launches.append(Launch(*clear))
         names, saved = CallTensors._fields, self.specs.saved
-        return Schedule(self.launches, names, written, saved, self.exchanged)
+        return Schedule(
+            self.launches, names, written, saved, self.exchange_span
+        )
 
 
 @lru_cache(maxsize=4096)
