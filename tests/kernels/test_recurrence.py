@@ -18,12 +18,12 @@ import fastweights as fw
 from fastweights.arguments import RecurrenceOperands, RecurrenceOptions
 from fastweights.checks import relative_error
 from fastweights.kernels.gpu import dot_precision
-from fastweights.kernels.recurrence import backend as kernels
+from fastweights.kernels.recurrence import backend as triton_recurrence
 from fastweights.kernels.recurrence.schedule import TensorSpec
 from fastweights.kernels.recurrence.settings import lengths_of, settings_of
 from fastweights.reference import chunkwise
 from fastweights.reference import chunkwise_backward as backward
-from fastweights.torch_backend import recurrence as torch_backend
+from fastweights.torch_backend import recurrence as torch_recurrence
 
 # T, H, HV, K, V, chunk size, dtype, initial state
 CASES = {
@@ -89,7 +89,9 @@ def test_the_precision_of_products_is_the_one_of_the_call(where, values):
     for value in values:
         switch(where, value)
         inputs = RecurrenceOperands(*(x[n] for n in names))
-        kind, _ = kernels.kind_of(inputs, RecurrenceOptions(scale=1.0))
+        kind, _ = triton_recurrence.kind_of(
+            inputs, RecurrenceOptions(scale=1.0)
+        )
         found.append(settings_of("scan", kind)[0].PRECISION)
         assert dot_precision(torch.bfloat16, 128) == "tf32"
         assert dot_precision(torch.float32, 129) == "tf32x3"
@@ -182,7 +184,7 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
     torch.manual_seed(1)
     do, dstate = torch.randn_like(x["v"]), torch.randn(1, 1, 64, 33)
 
-    wide = torch_backend.expand_inputs(*(x.get(n) for n in names[:6]))
+    wide = torch_recurrence.expand_inputs(*(x.get(n) for n in names[:6]))
     wide = [None if t is None else t.double() for t in wide]
     q, k, v, g, e = chunkwise.erasing_chunks(*wide, C)
     S = x["initial_state"].double()
@@ -221,8 +223,8 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
     monkeypatch.setattr(TensorSpec, "empty", remembered)
     inputs = RecurrenceOperands(*map(x.get, names))
     options = RecurrenceOptions(scale=scale, chunk_size=C)
-    *_, saved = kernels.forward(inputs, options)
-    kernels.backward(do, dstate, inputs, saved, options)
+    *_, saved = triton_recurrence.forward(inputs, options)
+    triton_recurrence.backward(do, dstate, inputs, saved, options)
     for name, ref in (
         ("Aqk", Aqk),
         ("R", R),

@@ -16,7 +16,7 @@ from support.recurrence_judge import (
 )
 
 from fastweights.arguments import RecurrenceOperands, RecurrenceOptions
-from fastweights.kernels.recurrence import backend as kernels
+from fastweights.kernels.recurrence import backend as triton_recurrence
 
 LENGTHS = [0, 37, 0, 0, 1, 16, 35, 0]  # at both ends too, a chunk and more
 
@@ -99,11 +99,13 @@ def test_offsets_that_lie_reach_no_other_memory(
     x = {name: guarded.like(t) for name, t in x.items()}
     names = ("q", "k", "v", "g", "beta", "erase_key", "initial_state")
     inputs = RecurrenceOperands(*map(x.get, names), guarded.like(offsets))
-    monkeypatch.setattr(kernels, "check_offsets_on_host", lambda *_: None)
+    monkeypatch.setattr(
+        triton_recurrence, "check_offsets_on_host", lambda *_: None
+    )
     options = RecurrenceOptions(scale=1.0, chunk_size=16)
-    o, state, saved = kernels.forward(inputs, options)
+    o, state, saved = triton_recurrence.forward(inputs, options)
     do, dstate = guarded.like(torch.ones_like(o)), guarded.like(state)
-    grads = kernels.backward(do, dstate, inputs, saved, options)
+    grads = triton_recurrence.backward(do, dstate, inputs, saved, options)
     assert all(t.isfinite().all() for t in (o, state, *grads))
     guarded.hold()
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import fastweights as fw
 from fastweights.layers import Decay
-from fastweights.torch_backend import recurrence as torch_backend
+from fastweights.torch_backend import recurrence as torch_recurrence
 from fastweights_lab import records
 from fastweights_lab.bench import nvidia_kda, speed, timing
 from fastweights_lab.commands import bench
@@ -259,13 +259,13 @@ def test_gates_with_a_lower_bound(gate, middle):
 
 def test_invariance_is_timed_as_a_peer(monkeypatch, capsys):
     """Its backward too is one of such a call."""
-    seen, forward = [], torch_backend.forward
+    seen, forward = [], torch_recurrence.forward
 
     def noted(*arguments):
         seen.append(arguments[-1].invariant)
         return forward(*arguments)
 
-    monkeypatch.setattr(torch_backend, "forward", noted)
+    monkeypatch.setattr(torch_recurrence, "forward", noted)
     arguments = "--members kda --gates bounded --peer invariant"
     lines = bench_lines(arguments, monkeypatch, capsys)
     assert ["who=invariant" in x for x in lines] == [False, False, True, True]

@@ -9,7 +9,7 @@ from support.inputs import GATES, RULES, member_inputs
 from support.invariance_cases import EDGES, check
 
 import fastweights as fw
-from fastweights.torch_backend import recurrence as torch_backend
+from fastweights.torch_backend import recurrence as torch_recurrence
 
 MEMBERS = [x for x in itertools.product(GATES, RULES) if x[0] != "fixed"]
 
@@ -28,7 +28,7 @@ def test_chunks_of_a_sequence_alone(gate, rule, T, others):
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_graph_knows_it(inside, monkeypatch):
     """Of a context around the call, or around the compiled function."""
-    seen, forward = [], torch_backend.forward
+    seen, forward = [], torch_recurrence.forward
 
     def noted(*arguments):
         seen.append(arguments[-1].invariant)
@@ -40,7 +40,7 @@ def test_a_graph_knows_it(inside, monkeypatch):
         with fw.invariant():
             return fw.linear_recurrence(**x)
 
-    monkeypatch.setattr(torch_backend, "forward", noted)
+    monkeypatch.setattr(torch_recurrence, "forward", noted)
     x = member_inputs("head", "delta", T=9)
     with in_one_graph(call, most=3 - inside) as compiled:
         compiled(**x)

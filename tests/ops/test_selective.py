@@ -16,7 +16,7 @@ from fastweights import ops
 from fastweights.checks import Exponentials, Footprint
 from fastweights.ops.selective import SCAN
 from fastweights.reference import steps
-from fastweights.torch_backend import selective as torch_backend
+from fastweights.torch_backend import selective as torch_selective
 
 
 def explicit(dt, z=None, dt_bias=None, dt_softplus=False, **x):
@@ -58,7 +58,7 @@ def of_steps(x, dt, A, B, C, D=None, initial_state=None, cu_seqlens=None):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of 4 tokens, so that a few are many."""
-    monkeypatch.setattr(torch_backend, "tile_length", lambda D, N, G: 4)
+    monkeypatch.setattr(torch_selective, "tile_length", lambda D, N, G: 4)
 
 
 def test_a_step_is_the_scan_of_one_token():
@@ -190,8 +190,8 @@ def test_a_chunk_at_a_time():
     chunks = T // 64
     states = torch.empty(chunks * D * N)
     with Footprint() as footprint, Exponentials() as exponentials:
-        y, state = torch_backend.forward(*inputs, states, torch.float32)
-        torch_backend.backward(y, state, *inputs, states)
+        y, state = torch_selective.forward(*inputs, states, torch.float32)
+        torch_selective.backward(y, state, *inputs, states)
     assert footprint.largest == T * N < T * D * N
     assert exponentials.count == 2 * (T + 2 * chunks) * D * N
     assert exponentials.largest <= 0

@@ -12,7 +12,7 @@ from fastweights import ops
 from fastweights.arguments import RecurrenceOperands, RecurrenceOptions
 from fastweights.checks import relative_error
 from fastweights.reference import chunkwise
-from fastweights.torch_backend import recurrence as torch_backend
+from fastweights.torch_backend import recurrence as torch_recurrence
 from support.crossed import all_but
 from support.inputs import GATES, RULES, member_inputs, results
 from support.kernel_judge import BUDGET, HALF
@@ -156,7 +156,7 @@ class RoundedChunks(torch.autograd.Function):
         ctx.options = RecurrenceOptions(scale=0.3)
         patch, dtype = pytest.MonkeyPatch.context, inputs[0].dtype
         with patch() as monkeypatch, RoundedProducts(dtype, monkeypatch):
-            found = torch_backend.forward(ctx.inputs, ctx.options)
+            found = torch_recurrence.forward(ctx.inputs, ctx.options)
             o, state, ctx.saved = found
         return o, state
 
@@ -164,7 +164,7 @@ class RoundedChunks(torch.autograd.Function):
     def backward(ctx, do, dstate):
         patch = pytest.MonkeyPatch.context
         with patch() as monkeypatch, RoundedProducts(do.dtype, monkeypatch):
-            grads = torch_backend.backward(
+            grads = torch_recurrence.backward(
                 do, dstate, ctx.inputs, ctx.saved, ctx.options
             )
         found = iter(grads)

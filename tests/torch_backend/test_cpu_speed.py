@@ -9,7 +9,7 @@ from fastweights.arguments import RecurrenceOperands, RecurrenceOptions
 from fastweights.checks import Footprint, relative_error
 from fastweights.ops import decode
 from fastweights.reference import chunkwise
-from fastweights.torch_backend import recurrence as torch_backend
+from fastweights.torch_backend import recurrence as torch_recurrence
 from fastweights_lab.bench import speed
 
 members = pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_one_token_is_one_step(member):
     """Nothing is larger than the state: one token is not padded to 64."""
     x = arguments(member, 1, 1, 2, 8)
     with Footprint() as seen:
-        _, _, saved = torch_backend.forward(RecurrenceOperands(*x), OPTIONS)
+        _, _, saved = torch_recurrence.forward(RecurrenceOperands(*x), OPTIONS)
     assert seen.largest == 2 * 8 * 8
     assert not any(x.numel() for x in saved)
     assert seen.calls <= 26
@@ -57,7 +57,7 @@ def test_a_decoded_token_takes_few_operations(member):
 def test_no_chunk_is_longer_than_its_sequence(T):
     x = arguments("gated_deltanet", 1, T, 2, 8)
     with Footprint() as seen:
-        torch_backend.forward(RecurrenceOperands(*x), OPTIONS)
+        torch_recurrence.forward(RecurrenceOperands(*x), OPTIONS)
     # Scores of queries and of keys; both side by side; the state
     assert seen.largest == max(2 * 2 * T * T, 2 * 2 * T * 8, 2 * 8 * 8)
 
@@ -85,8 +85,10 @@ def test_a_training_step_of_one_chunk(member):
     """No product reads a state that is empty, or passes its gradient on."""
     x = arguments(member, 2, 32, 2, 8)
     with Largest() as seen:
-        o, _, saved = torch_backend.forward(RecurrenceOperands(*x), OPTIONS)
-        torch_backend.backward(o, None, RecurrenceOperands(*x), saved, OPTIONS)
+        o, _, saved = torch_recurrence.forward(RecurrenceOperands(*x), OPTIONS)
+        torch_recurrence.backward(
+            o, None, RecurrenceOperands(*x), saved, OPTIONS
+        )
     gate, delta = speed.MEMBERS[member]
     products = 11 if delta else 7
     products += 3 * (gate == "channel")  # two strips of rows
@@ -100,7 +102,7 @@ def test_rows_computed_apart_are_the_rows_computed_together(
     x = small(member, 5, 70, 2, 8)
     results = []
     for entries in (1, 2**20):
-        monkeypatch.setattr(torch_backend, "IN_CACHE", entries)
+        monkeypatch.setattr(torch_recurrence, "IN_CACHE", entries)
         leaves = {n: t.double().requires_grad_() for n, t in x.items()}
         o, state = getattr(fw, member)(**leaves)
         loss = o.square().sum() + state.sum()

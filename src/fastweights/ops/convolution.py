@@ -46,7 +46,7 @@ from fastweights.ops.common.registration import Operator
 from fastweights.packing import num_sequences
 from fastweights.ranks.group import current_ranks
 from fastweights.ranks.shard import run_over_ranks, shard_of
-from fastweights.torch_backend import convolution as torch_backend
+from fastweights.torch_backend import convolution as torch_convolution
 
 WIDTHS = (2, 3, 4)
 ACTIVATIONS = ("silu", None)
@@ -261,10 +261,10 @@ def _backend_and_module(backend: str, x: Tensor) -> tuple[str, ModuleType]:
     """
     chosen = choose_backend(backend, x.device, x.dtype)
     if chosen == "triton" and x.shape[1]:
-        from fastweights.kernels import convolution as module
+        from fastweights.kernels import convolution as triton_convolution
 
-        return chosen, module
-    return "torch", torch_backend
+        return chosen, triton_convolution
+    return "torch", torch_convolution
 
 
 def _forward(

@@ -44,7 +44,7 @@ from fastweights.ops.common.rows import (
     write_rows,
 )
 from fastweights.ranks.group import refuse_ranks
-from fastweights.torch_backend import decode as torch_backend
+from fastweights.torch_backend import decode as torch_decode
 
 MAX_STEP_TOKENS = 16
 
@@ -272,12 +272,12 @@ def _decode(
     if g is not None and g.dim() == 1:
         g = g.expand(v.shape[:3])
     with without_autocast(q):
-        x = torch_backend.expand_inputs(q, k, v, g, beta, erase_key)
+        x = torch_decode.expand_inputs(q, k, v, g, beta, erase_key)
         # All sequences, those without a row as well: nothing here waits for
         # the device, or depends on how many there are of them.
         S = state if rows is None else state[clamp_rows(rows, state)]
         S = S.to(compute_dtype(q.dtype))
-        o = torch_backend.decode(S, x, num_accepted, scale).to(v.dtype)
+        o = torch_decode.decode(S, x, num_accepted, scale).to(v.dtype)
         if S is not state:
             write_rows(state, S.to(state.dtype), rows)
         if rows is not None:

@@ -42,12 +42,12 @@ def _solve(
     steps: int,
     half: bool,
 ) -> Tensor:
-    from fastweights.kernels import mesa as kernel
+    from fastweights.kernels import mesa as triton_mesa
 
     record_run("triton solve")
     matrices = (k, g, beta, ridge, initial_state, cu_seqlens)
     dtype = torch.bfloat16 if half else torch.float32
-    return kernel.solve(b, *matrices, steps, dtype)
+    return triton_mesa.solve(b, *matrices, steps, dtype)
 
 
 SOLVE = register(

@@ -31,7 +31,7 @@ from fastweights.ops.common.backends import (
 from fastweights.ops.common.invariance import is_invariant
 from fastweights.ops.common.registration import Operator
 from fastweights.packing import copy_states
-from fastweights.torch_backend import recurrence as torch_backend
+from fastweights.torch_backend import recurrence as torch_recurrence
 
 Results = tuple[Tensor, Tensor, list[Tensor]]  # o, state and what is saved
 
@@ -50,7 +50,7 @@ def local_recurrence(
     if backend == "loop":
         record_run("loop forward")
         with without_autocast(operands.q):
-            return torch_backend.loop(operands, options.scale)
+            return torch_recurrence.loop(operands, options.scale)
     return RECURRENCE(*operands, *options)
 
 
@@ -83,10 +83,10 @@ def prepare_call(
 def backend_module(backend: str) -> ModuleType:
     """The module of a backend; kernels are imported if they run."""
     if backend == "triton":
-        from fastweights.kernels.recurrence import backend as kernels
+        from fastweights.kernels.recurrence import backend as triton_recurrence
 
-        return kernels
-    return torch_backend
+        return triton_recurrence
+    return torch_recurrence
 
 
 def _forward(

@@ -56,7 +56,7 @@ from fastweights.ranks.shard import (
     shard_of,
     with_a_token,
 )
-from fastweights.torch_backend import selective as torch_backend
+from fastweights.torch_backend import selective as torch_selective
 
 MAX_N = 256
 
@@ -185,7 +185,7 @@ def _local_scan(
     if backend == "loop":
         record_run("loop forward")
         with without_autocast(x):
-            y, state = torch_backend.loop(*inputs)
+            y, state = torch_selective.loop(*inputs)
     else:
         keep = needs_gradient(*inputs)
         # Views of a wider tensor are copied once, not in forward and backward.
@@ -246,10 +246,11 @@ def check_scan(
 def _backend_and_module(backend: str, x: Tensor) -> tuple[str, ModuleType]:
     """The backend that runs, and where its functions stand."""
     chosen = choose_backend(backend, x.device, x.dtype)
-    module: ModuleType = torch_backend
     if chosen == "triton":
-        from fastweights.kernels import selective as module
-    return chosen, module
+        from fastweights.kernels import selective as triton_selective
+
+        return chosen, triton_selective
+    return chosen, torch_selective
 
 
 def empty_states(

@@ -41,7 +41,7 @@ def kernel_takes(backend: str, q: Tensor, size: int, depth: int) -> bool:
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Outputs, and with ``keep`` what the backward needs."""
-    from fastweights.kernels import ttt as kernel
+    from fastweights.kernels import ttt as triton_ttt
 
     *inputs, keep = arguments
     q = inputs[0]
@@ -49,7 +49,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     X = torch.empty_like(q) if keep else q.new_empty(0)
     with without_autocast(q):
         inputs.append(X if keep else None)
-        o, W, b = kernel.forward(*inputs)
+        o, W, b = triton_ttt.forward(*inputs)
     return o, W, b, X
 
 
@@ -67,7 +67,7 @@ def _backward(
     *arguments: Any,
 ) -> list[Tensor]:
     """Gradients of all inputs; None is a result that nothing depends on."""
-    from fastweights.kernels import ttt as kernel
+    from fastweights.kernels import ttt as triton_ttt
 
     q, k, v, rate, _, _, weight, bias, step_scale, saved, _ = arguments
     W_after, b_after, _ = saved
@@ -79,7 +79,7 @@ def _backward(
     ]
     inputs = (q, k, v, rate, weight, bias, step_scale, *saved)
     with without_autocast(q):
-        return kernel.backward(*[*output_grads, *inputs])
+        return triton_ttt.backward(*[*output_grads, *inputs])
 
 
 TTT = Operator(
