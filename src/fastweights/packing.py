@@ -26,13 +26,13 @@ def num_sequences(x: Tensor, cu_seqlens: Offsets | None) -> int:
     return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
-def copy_states(
+def states_or_zeros(
     x: Tensor,
     shape: Sequence[int],
     states: Tensor | None,
     cu_seqlens: Offsets | None,
 ) -> Tensor:
-    """Copy the states of x's sequences; zeros of ``shape`` each if None."""
+    """The states of x's sequences, copied; zeros of ``shape`` each if None."""
     if states is not None:
         return states.clone(memory_format=torch.contiguous_format)
     N, dtype = num_sequences(x, cu_seqlens), compute_dtype(x.dtype)

@@ -100,15 +100,15 @@ def test_as_one_operator(name, monkeypatch):
 
 def _once(case, x, options, monkeypatch):
     """The operator's own call of the function is not another operator."""
-    call = any_length.call
+    call = any_length.call_as_operator
 
     def closed(*arguments, **options):
         monkeypatch.setattr(any_length, "is_dynamic", lambda _: False)
         return call(*arguments, **options)
 
-    monkeypatch.setattr(any_length, "call", closed)
+    monkeypatch.setattr(any_length, "call_as_operator", closed)
     found = case.chunked(x, **options)
-    monkeypatch.setattr(any_length, "call", call)
+    monkeypatch.setattr(any_length, "call_as_operator", call)
     return found
 
 
@@ -118,7 +118,7 @@ def test_a_gradients_gradient_of_the_operator_is_refused():
     given += [[(x["W1"], x["b1"])], (x["gamma"], x["bias"]), x["step_scale"]]
     shapes = x["v"].shape, [B, H, 2, K * K + K]
     results = [(shape, torch.float64) for shape in shapes]
-    o, _ = any_length.call(deep.ttt, results, *given)
+    o, _ = any_length.call_as_operator(deep.ttt, results, *given)
     message = "ttt: got a gradient of its gradient"
     with pytest.raises(NotImplementedError, match=message):
         torch.autograd.grad(o.sum(), x["W1"], create_graph=True)

@@ -142,7 +142,7 @@ def test_a_full_pool_has_requests_wait_in_turn():
     assert [x.unread for x in requests] == [0] * 2 + [4] * 5
     ended = []
     while e.busy:
-        assert len(e.running) + len(e.reading) <= 2
+        assert len(e.running) + len(e.prefilling) <= 2
         e.step()
         ended += [x for x in requests if x.done and x not in ended]
     assert ended == requests and not any(x.unread for x in requests)
@@ -173,7 +173,7 @@ def test_a_step_that_raises_loses_no_row_and_no_token(call):
                 found.setdefault(request, []).append(token)
         except RuntimeError:
             raised += 1
-            held = {x.row for x in (*e.reading, *e.running)}
+            held = {x.row for x in (*e.prefilling, *e.running)}
             assert not held & e.pool.free.keys()
             assert len(held) + len(e.pool.free) == 3
     assert raised == 1 and len(e.pool.free) == 3

@@ -164,7 +164,7 @@ def lact(
     if any_length.is_dynamic(T):
         results = (v.shape, dtype), ([B, H, 3 * numbers + 1], full)
         inputs = q, k, v, rates, start, momentum
-        return any_length.call(
+        return any_length.call_as_operator(
             lact,
             results,
             *inputs,

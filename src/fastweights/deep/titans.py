@@ -124,7 +124,7 @@ def titans(
     if any_length.is_dynamic(T):
         results = (v.shape, dtype), ([B, H, 3, P], full)
         inputs = q, k, v, rate, momentum, g, start, norm
-        return any_length.call(
+        return any_length.call_as_operator(
             titans,
             results,
             *inputs,

@@ -109,7 +109,7 @@ def ttt(
     if any_length.is_dynamic(T):
         results = (v.shape, dtype), ([B, H, 2, P], full)
         inputs = q, k, v, rate, start, norm, step_scale
-        return any_length.call(
+        return any_length.call_as_operator(
             ttt,
             results,
             *inputs,

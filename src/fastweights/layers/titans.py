@@ -21,12 +21,15 @@ from fastweights.layers.common.layer import (
 )
 from fastweights.layers.common.layer_arguments import head_size, scaled_size
 from fastweights.layers.common.output_norm import OutputNorm
-from fastweights.layers.common.plain_modules import is_untouched, may_be_plain
+from fastweights.layers.common.plain_modules import (
+    is_untouched,
+    register_forward,
+)
 from fastweights.layers.common.state import LayerState, Offsets
 from fastweights.layers.common.unpacked_rows import UnpackedRows
 
 
-@may_be_plain
+@register_forward
 class StartWeights(CheckedModule):
     """What every sequence's memory begins with: weights, and its norm's.
 

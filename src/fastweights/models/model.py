@@ -28,7 +28,7 @@ from fastweights.layers.common.plain_modules import (
     is_plain,
     is_plain_product,
     is_untouched,
-    may_be_plain,
+    register_forward,
 )
 from fastweights.models.config import LAYERS, ModelConfig
 from fastweights.models.loss import (
@@ -43,7 +43,7 @@ States = Sequence[LayerState | None]
 Offsets = Int[Tensor, " N+1"]
 
 
-@may_be_plain
+@register_forward
 class SwiGLU(nn.Module):
     """W_down (silu(W_gate x) * W_up x) (Shazeer 2020).
 

@@ -207,15 +207,17 @@ class StatePool:
             state.at_unchecked(on_device, used, all_inside)
             for state in self.states
         ]
-        return self._counted(states, count_of, used + max(counts))
+        return self._counting(states, count_of, used + max(counts))
 
-    def count(self, rows: Iterable[int], tokens: Iterable[int]) -> None:
-        """Count tokens that rows have read outside of :meth:`reading`."""
+    def add_tokens_read(
+        self, rows: Iterable[int], tokens: Iterable[int]
+    ) -> None:
+        """Add what rows have read outside of :meth:`reading`."""
         for row, n in zip(rows, tokens, strict=True):
             self.tokens_read[row] += n
 
     @contextmanager
-    def _counted(
+    def _counting(
         self, states: list[LayerState], count_of: dict[int, int], most: int
     ) -> Iterator[list[LayerState]]:
         """Count the rows' tokens at the end of the block.
@@ -224,7 +226,7 @@ class StatePool:
         read more than ``most``.
         """
         yield states
-        self.count(count_of, count_of.values())
+        self.add_tokens_read(count_of, count_of.values())
         if any(state.num_keys > most for state in states):
             self._recount()
 

@@ -24,13 +24,13 @@ from fastweights.ops.normaliser import (
     recurrence_with_normaliser,
 )
 from fastweights.packing import (
-    copy_states,
     num_sequences,
     sequence_ids,
+    states_or_zeros,
     tail_mask,
 )
 from fastweights.ranks.group import Ranks, current_ranks, refuse_ranks
-from fastweights.ranks.shard import shard_of, with_a_token
+from fastweights.ranks.shard import pad_to_one_token, shard_of
 
 Stabilizer = Float[Tensor, "N HV"]
 Memory = tuple[StateAndNormaliser, Stabilizer]
@@ -162,7 +162,7 @@ def _mlstm_over_ranks(
     m', and m' is rounded up to the dtype that it is handed over in.
     """
     T = q.shape[1]
-    q, k, v, g = with_a_token(q, k, v, g)
+    q, k, v, g = pad_to_one_token(q, k, v, g)
     if T == 0:
         i = F.pad(i, (0, 0, 0, 1), value=-torch.inf)
     check_dim("g", g, 3, "[B, T, HV]")
@@ -171,7 +171,7 @@ def _mlstm_over_ranks(
     shard = shard_of(ranks, q, T, cu_seqlens)
     if initial_state is None:
         wide = F.pad(v, (0, 1))
-        state = copy_states(q, state_shape(q, wide), None, cu_seqlens)
+        state = states_or_zeros(q, state_shape(q, wide), None, cu_seqlens)
         m = state.new_full(state.shape[:2], -torch.inf)
     else:
         state, m = initial_state

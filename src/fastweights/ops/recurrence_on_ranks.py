@@ -34,16 +34,16 @@ from fastweights.ops.recurrence_operator import (
     make_recurrence_operator,
     prepare_call,
 )
-from fastweights.packing import copy_states
+from fastweights.packing import states_or_zeros
 from fastweights.ranks.exchange import Exchange
 from fastweights.ranks.group import Ranks, current_ranks
 from fastweights.ranks.prefix import gathers_maps
 from fastweights.ranks.shard import (
+    pad_to_one_token,
     run_additive_over_ranks,
     run_over_ranks,
     shard_of,
     total_decay,
-    with_a_token,
 )
 
 
@@ -60,13 +60,13 @@ def recurrence_over_ranks(
     )
     check_backend(backend)
     T = operands.q.shape[1]
-    q, k, v, g, beta, erase_key, initial_state, cu_seqlens = with_a_token(
+    q, k, v, g, beta, erase_key, initial_state, cu_seqlens = pad_to_one_token(
         *operands
     )
     if g is not None and g.dim() == 1:
         g = (min(T, 1) * g).expand(v.shape[:3])
     tokens = q, k, v, g, beta, erase_key
-    states = copy_states(q, state_shape(q, v), initial_state, cu_seqlens)
+    states = states_or_zeros(q, state_shape(q, v), initial_state, cu_seqlens)
     if recurrence_backend(backend, q) == "triton":
         shard: Any = None  # nothing is to be looked up in it
         sums_states = sums_final_states(ranks, cu_seqlens, is_invariant())

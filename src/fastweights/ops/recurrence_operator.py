@@ -30,7 +30,7 @@ from fastweights.ops.common.backends import (
 )
 from fastweights.ops.common.invariance import is_invariant
 from fastweights.ops.common.registration import Operator
-from fastweights.packing import copy_states
+from fastweights.packing import states_or_zeros
 from fastweights.torch_backend import recurrence as torch_recurrence
 
 Results = tuple[Tensor, Tensor, list[Tensor]]  # o, state and what is saved
@@ -103,7 +103,7 @@ def _fake(operands: RecurrenceOperands, options: RecurrenceOptions) -> Results:
     q, _, v, *_, initial_state, cu_seqlens = operands
     backend = recurrence_backend(options.backend, q)
     saved = backend_module(backend).empty_saved(operands, options)
-    state = copy_states(q, state_shape(q, v), initial_state, cu_seqlens)
+    state = states_or_zeros(q, state_shape(q, v), initial_state, cu_seqlens)
     return v.new_empty(v.shape), state, saved
 
 

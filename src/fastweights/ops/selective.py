@@ -49,12 +49,12 @@ from fastweights.ops.common.rows import (
     write_rows,
 )
 from fastweights.ops.decode import MAX_STEP_TOKENS
-from fastweights.packing import copy_states, num_sequences, tail_mask
+from fastweights.packing import num_sequences, states_or_zeros, tail_mask
 from fastweights.ranks.group import current_ranks, refuse_ranks
 from fastweights.ranks.shard import (
+    pad_to_one_token,
     run_additive_over_ranks,
     shard_of,
-    with_a_token,
 )
 from fastweights.torch_backend import selective as torch_selective
 
@@ -133,7 +133,7 @@ def selective_scan(
     x, B, C = cast_for_autocast(x, B, C)
     if (ranks := current_ranks()) is not None:
         T = x.shape[1]
-        x, dt, B, C, z = with_a_token(x, dt, B, C, z)
+        x, dt, B, C, z = pad_to_one_token(x, dt, B, C, z)
     check_scan(x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens)
     check_flags(dt_softplus=dt_softplus)
     check_backend(backend)
@@ -158,7 +158,7 @@ def selective_scan(
     if ranks is None:
         return run(initial_state, offsets)
     dt = min(T, 1) * dt  # a token in the place of none decays nothing
-    initial_states = copy_states(x, A.shape, initial_state, cu_seqlens)
+    initial_states = states_or_zeros(x, A.shape, initial_state, cu_seqlens)
     initial_states = shard.initial_states(initial_states)
     steps = dt.sum(1, dtype=torch.float64)
     decay = (steps[..., None] * A).exp()

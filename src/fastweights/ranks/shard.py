@@ -191,7 +191,7 @@ def total_decay(
     return g[..., None] if g.dim() == 3 else g[..., None, None]
 
 
-def with_a_token(*tensors: Any) -> list[Any]:
+def pad_to_one_token(*tensors: Any) -> list[Any]:
     """Add a token of zeros to each [B, 0, ...]; leave others as they are."""
     return [
         torch.cat([x, x.new_zeros(len(x), 1, *x.shape[2:])], 1)

@@ -80,7 +80,7 @@ class Batch:
             if (T, N) not in self.prefills:
                 self.prefills[T, N] = RecordedPrefill(self, T, N)
             self.prefills[T, N](tokens, offsets, rows)
-            self.pool.count(rows, counts)
+            self.pool.add_tokens_read(rows, counts)
             return
         packed = torch.tensor([tokens], device=self.pool.device)
         cu_seqlens = torch.tensor(offsets, device=self.pool.device)
@@ -128,7 +128,9 @@ class Batch:
             recording(step, self.states)
         else:
             step(self.states)
-        self.pool.count([x.row for x in requests], [1] * len(requests))
+        self.pool.add_tokens_read(
+            [x.row for x in requests], [1] * len(requests)
+        )
         for request in requests:
             request.num_drawn += 1
         return start_fetch(self.drawn_token)

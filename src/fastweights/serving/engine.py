@@ -90,7 +90,7 @@ class Engine:
         self.model, self.invariant = model, invariant
         self.prefill_tokens = prefill_tokens
         self.waiting: deque[Request] = deque()
-        self.reading: list[Request] = []
+        self.prefilling: list[Request] = []
         self.running: list[Request] = []
         self._last_step: RunningStep | None = None
         # For step() to return.
@@ -141,7 +141,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a request goes on, or step() has tokens to return."""
-        requests = self.waiting, self.reading, self.running
+        requests = self.waiting, self.prefilling, self.running
         return any((*requests, self._new_tokens, self._last_step))
 
     @torch.no_grad()
@@ -174,7 +174,7 @@ class Engine:
         while self.waiting and self.pool.free:
             request = self.waiting.popleft()
             request.row = self.pool.acquire()
-            self.reading.append(request)
+            self.prefilling.append(request)
             states, request.initial_states = request.initial_states, None
             if states is None:
                 multiple = self.prefill_tokens if self.invariant else 1
@@ -187,7 +187,7 @@ class Engine:
     def _prefill(self) -> None:
         """Read the next tokens of prompts, unless more are worth a wait."""
         pieces, room = [], self.prefill_tokens
-        for request in self.reading:
+        for request in self.prefilling:
             place = self.pool.tokens_read[request.row] % self.prefill_tokens
             n = min(request.unread, self.prefill_tokens - place)
             if self.invariant and n > room:
@@ -205,7 +205,7 @@ class Engine:
             packs = [[x] for x in pieces] if self.invariant else [pieces]
             for pack in packs:
                 self._prefill_packed(pack)
-        for request in [x for x in self.reading if not x.unread]:
+        for request in [x for x in self.prefilling if not x.unread]:
             self._start_steps(request)
 
     def _prefill_packed(self, pieces: list[tuple[Request, int]]) -> None:
@@ -223,7 +223,7 @@ class Engine:
 
     def _start_steps(self, request: Request) -> None:
         """Let a request take part in steps, and queue its forks."""
-        self.reading.remove(request)
+        self.prefilling.remove(request)
         self.running.append(request)
         self.batch.enter(request)
         forks, request.forks = request.forks, []
@@ -283,7 +283,7 @@ class Engine:
             return
         self.batch.leave(request.row)
         self.pool.release(request.row)
-        for requests in (self.reading, self.running):
+        for requests in (self.prefilling, self.running):
             if request in requests:
                 requests.remove(request)
         request.row = -1

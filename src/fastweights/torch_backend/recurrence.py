@@ -18,9 +18,9 @@ from fastweights.heads import state_shape
 from fastweights.packing import (
     Offsets,
     Piece,
-    copy_states,
     pack_pieces,
     sequence_spans,
+    states_or_zeros,
 )
 from fastweights.reference.chunkwise import (
     chunkwise_forward,
@@ -73,7 +73,7 @@ def loop(operands: RecurrenceOperands, scale: float) -> tuple[Tensor, Tensor]:
     def step(S: Tensor, *at_t: Tensor) -> tuple[Tensor, Tensor]:
         return recurrence(S, **dict(zip(tokens, at_t, strict=True)))
 
-    state = copy_states(q, state_shape(q, v), initial_state, cu_seqlens)
+    state = states_or_zeros(q, state_shape(q, v), initial_state, cu_seqlens)
     # No token's, but o depends on the states, if nothing else does: under
     # context_parallel every rank takes part in a backward.
     outputs = [state[: len(v), :, :0].transpose(1, 2)]
@@ -114,7 +114,7 @@ def forward(
     """Outputs, final states, and what the backward re-uses."""
     q, _, v, *_, initial_state, cu_seqlens = operands
     tokens = expand_inputs(*operands.per_token)
-    state = copy_states(q, state_shape(q, v), initial_state, cu_seqlens)
+    state = states_or_zeros(q, state_shape(q, v), initial_state, cu_seqlens)
     saved = empty_saved(operands, options)
     single_token = v.shape[1] == 1 and not options.invariant
     if single_token and (nonempty := sequence_spans(cu_seqlens, 1)):

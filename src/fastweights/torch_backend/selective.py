@@ -24,7 +24,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.dtypes import compute_dtype
-from fastweights.packing import Piece, copy_states, pack_pieces, sequence_spans
+from fastweights.packing import (
+    Piece,
+    pack_pieces,
+    sequence_spans,
+    states_or_zeros,
+)
 from fastweights.reference.prefix import scan_by_pairs_
 from fastweights.reference.steps import outer, read, scan, selective
 
@@ -151,7 +156,7 @@ def loop(
     y is in the dtype of the arithmetic.
     """
     full, G = compute_dtype(x.dtype), B.shape[2]
-    initial_states = copy_states(x, A.shape, initial_state, cu_seqlens)
+    initial_states = states_or_zeros(x, A.shape, initial_state, cu_seqlens)
     states = list(initial_states.unflatten(1, (G, -1)).split(1))
     rates = A.to(full).unflatten(0, (G, -1))
     tokens = (*in_groups(G, full, x, dt), B.to(full), C.to(full))
@@ -189,7 +194,7 @@ def forward(
     The state that enters each chunk goes into ``states`` unless it is None.
     """
     full, G = compute_dtype(x.dtype), B.shape[2]
-    state = copy_states(x, A.shape, initial_state, cu_seqlens)
+    state = states_or_zeros(x, A.shape, initial_state, cu_seqlens)
     y = torch.zeros_like(x, dtype=dtype)  # as after the last sequence
     if states is not None:
         states = states.view(len(x), -1, *A.shape)
@@ -233,7 +238,7 @@ def backward(
     """
     full, G = compute_dtype(x.dtype), B.shape[2]
     dx, ddt, dB, dC = (torch.zeros_like(t) for t in (x, dt, B, C))
-    dh = copy_states(x, A.shape, dstate, cu_seqlens)
+    dh = states_or_zeros(x, A.shape, dstate, cu_seqlens)
     states = states.view(len(x), -1, *A.shape)
     A = keys_first(A.to(full), G)
     dA = torch.zeros_like(A)

@@ -22,7 +22,7 @@ from fastweights.arguments import (
     check_sizes,
 )
 from fastweights.layers.common.layer_arguments import check_input
-from fastweights.layers.common.plain_modules import may_be_plain
+from fastweights.layers.common.plain_modules import register_forward
 from fastweights.layers.common.state import (
     LayerState,
     Offsets,
@@ -113,7 +113,7 @@ class CheckedModule(nn.Module):
             cls.__init__ = checked  # type: ignore[method-assign]
 
 
-@may_be_plain
+@register_forward
 class Layer(CheckedModule):
     """A layer: y, state = layer(x, state, cu_seqlens).
 
@@ -137,7 +137,7 @@ class Layer(CheckedModule):
     """Whether a step is fastweights.decode_step, so that S may be bf16."""
 
     @property
-    def takes_accepted(self) -> bool:
+    def handles_num_accepted(self) -> bool:
         """Whether ``compute`` does what ``LayerState.num_accepted`` asks for.
 
         Else it is called for a token at a time.
@@ -163,7 +163,7 @@ class Layer(CheckedModule):
         partly = state is not None and state.num_accepted is not None
         if self.reads_packs_as_rows and cu_seqlens is not None:
             y, after = compute_by_length(self.compute, x, state, cu_seqlens)
-        elif partly and not self.takes_accepted:
+        elif partly and not self.handles_num_accepted:
             y, after = compute_by_token(self.compute, x, state)
         else:
             y, after = self.compute(x, state, cu_seqlens)

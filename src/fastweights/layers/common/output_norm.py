@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fastweights.dtypes import upcast
 from fastweights.layers.common.layer import CheckedModule
 from fastweights.layers.common.layer_arguments import check_one_of
-from fastweights.layers.common.plain_modules import may_be_plain
+from fastweights.layers.common.plain_modules import register_forward
 from fastweights.ops.output_norm import (
     ACTIVATIONS,
     Activation,
@@ -18,7 +18,7 @@ from fastweights.ops.output_norm import (
 )
 
 
-@may_be_plain
+@register_forward
 class OutputNorm(CheckedModule):
     """A norm over each head's channels, times a function of a gate.
 

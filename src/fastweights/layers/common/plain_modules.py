@@ -22,8 +22,8 @@ SOURCE_FORWARDS: dict[type[nn.Module], Callable] = {}
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module])
 
 
-def may_be_plain(module_class: ModuleClass) -> ModuleClass:
-    """A decorator: enter a class into SOURCE_FORWARDS."""
+def register_forward(module_class: ModuleClass) -> ModuleClass:
+    """A decorator: enter a class and its forward into SOURCE_FORWARDS."""
     forward = module_class.forward
     # One that somebody else has put there is not in the source.
     if forward.__globals__ is vars(sys.modules[module_class.__module__]):
@@ -32,7 +32,7 @@ def may_be_plain(module_class: ModuleClass) -> ModuleClass:
 
 
 for _class in (nn.Embedding, nn.Linear, nn.RMSNorm, nn.Sequential):
-    may_be_plain(_class)
+    register_forward(_class)
 
 
 def is_untouched(

@@ -39,7 +39,7 @@ def window_attention(
     if any_length.is_dynamic(L):
         results = (v.shape, v.dtype), ([N, before, 2 * H * K], k.dtype)
         inputs = q, k, v, window, past, position, lengths
-        return any_length.call(window_attention, results, *inputs)
+        return any_length.call_as_operator(window_attention, results, *inputs)
     key_values = torch.cat([k.flatten(2), v.flatten(2)], -1)
     if past is None:
         past = key_values.new_zeros(N, before, 2 * H * K)

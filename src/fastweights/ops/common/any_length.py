@@ -39,7 +39,7 @@ def is_dynamic(T: int) -> bool:
     return not has_static_value(T)
 
 
-def call(
+def call_as_operator(
     function: Callable[..., Results],
     results: tuple[Layout, Layout],
     *args: Any,
