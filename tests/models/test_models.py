@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from support.graphs import in_one_graph
 from support.inputs import Largest
 from support.model_cases import HYBRID, KINDS, config, model, text
@@ -175,7 +176,7 @@ def test_what_the_parameters_start_from():
         (m.head, 0.02),
         (layer.qkv_proj, 0.02),
         (layer.o_proj, 0.01),
-        (mlp.up_proj, 0.02),
+        (mlp.gate_up_proj, 0.02),
         (mlp.down_proj, 0.01),
     ):
         assert module.weight.std().item() == pytest.approx(std, rel=0.03)
@@ -606,6 +607,18 @@ def test_a_model_comes_back_from_its_folder(tied, tmp_path):
     assert names == {"config.json", "model.safetensors"}
     half = models.load(tmp_path / "new" / "folder", dtype=torch.bfloat16)
     assert half.norm.weight.dtype == torch.bfloat16
+
+
+def test_a_file_of_an_earlier_edition_comes_back(tmp_path):
+    m = model()
+    m.save(tmp_path)
+    weights = {
+        name.replace("gate_up_proj", "up_proj"): x
+        for name, x in m.state_dict().items()
+    }
+    assert weights.keys() != m.state_dict().keys()
+    save_file(weights, tmp_path / "model.safetensors")
+    assert models.load(tmp_path)(text(1, 9))[0].equal(m(text(1, 9))[0])
 
 
 def test_a_file_keeps_its_dtype_and_its_mode(tmp_path):

@@ -61,7 +61,7 @@ class SwiGLU(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.up_proj = nn.Linear(
+        self.gate_up_proj = nn.Linear(
             dim, 2 * width, bias=False, device=device, dtype=dtype
         )
         self.down_proj = nn.Linear(
@@ -69,7 +69,7 @@ class SwiGLU(nn.Module):
         )
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
-        gate, up = self.up_proj(x).chunk(2, -1)
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
         return self.down_proj(F.silu(gate) * up)
 
 
@@ -80,9 +80,9 @@ def fused_mlp(x: Tokens, mlp: Any) -> Tokens | None:
     norm, swiglu = mlp
     if not is_untouched(swiglu, SwiGLU):
         return None
-    if not are_plain(x, [norm, swiglu.up_proj, swiglu.down_proj]):
+    if not are_plain(x, [norm, swiglu.gate_up_proj, swiglu.down_proj]):
         return None
-    (y,) = norm_and_project(x, norm, [swiglu.up_proj], swiglu=True)
+    (y,) = norm_and_project(x, norm, [swiglu.gate_up_proj], swiglu=True)
     return project_and_add(x, y, swiglu.down_proj)
 
 

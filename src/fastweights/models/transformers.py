@@ -36,7 +36,7 @@ ENDS = {
 BLOCK = {
     "norm": "input_layernorm",
     "mlp.0": "post_attention_layernorm",
-    "mlp.1.up_proj": "mlp.gate_proj mlp.up_proj",
+    "mlp.1.gate_up_proj": "mlp.gate_proj mlp.up_proj",
     "mlp.1.down_proj": "mlp.down_proj",
 }
 DELTANET = BLOCK | {
@@ -64,7 +64,7 @@ NAMES = {
         "softmax": ATTENTION
         | {
             "norm": "post_attention_layernorm",
-            "mlp.0.up_proj": "mlp.gate_proj mlp.up_proj",
+            "mlp.0.gate_up_proj": "mlp.gate_proj mlp.up_proj",
             "mlp.0.down_proj": "mlp.down_proj",
             "mlp.1": "post_feedforward_layernorm",
         },

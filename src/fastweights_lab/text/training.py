@@ -37,7 +37,7 @@ from fastweights import torch_internals
 from fastweights.arguments import check_integers, check_number, check_sizes
 from fastweights.layers import parameter_groups
 from fastweights.models import LanguageModel, ModelConfig
-from fastweights.models.files import write_whole
+from fastweights.models.files import with_new_names, write_whole
 from fastweights.ranks.group import context_parallel, current_ranks
 from fastweights_lab.records import machine
 from fastweights_lab.text import corpus
@@ -310,7 +310,7 @@ class Training:
             config, checkpoint=settings.checkpoint, device=self.device
         )
         if before is not None:
-            self.model.load_state_dict(before["model"])
+            self.model.load_state_dict(with_new_names(before["model"]))
         self.run: Any = self.model
         if settings.compile:
             self._compile()
