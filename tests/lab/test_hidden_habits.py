@@ -39,6 +39,17 @@ def test_two_habits_decide_a_value() -> None:
             assert 0.02 < other.all(-1).float().mean() < 0.2  # both fit
 
 
+def test_exactly_one_of_two_traits_decides_a_value() -> None:
+    source = torch.Generator().manual_seed(3)
+    k, v, habits = hidden_habits.drawn_odd(20, 300, source=source, traits=6)
+    assert (v.square().mean() - hidden_habits.ODD_SQUARE).abs() < 0.02
+    for keys, values, (one, other) in zip(k > 0, v, habits, strict=True):
+        first, second = (
+            keys[:, two[0]] != keys[:, two[1]] for two in (one, other)
+        )
+        assert torch.equal(values, first.float() - second.float())
+
+
 def test_agreement_is_the_covariance_over_habits() -> None:
     source = torch.Generator().manual_seed(4)
     pair, _, _ = hidden_habits.drawn(2, source=source, traits=6)

@@ -3,9 +3,10 @@
 A text is a codebase, and a key one of its functions, with traits that are each
 there or not. Every text hides two habits. A habit is a pair of traits and how
 each has to be, and a function fits it if both are so. The value is 1 where the
-first habit fits, less 1 where the second does. A memory says what it expects
-of a function, is told the value, and learns. Its error is that of these
-guesses. What is slow is trained over many texts:
+first habit fits, less 1 where the second does. In some texts a habit fits
+where exactly one of its traits is there. A memory says what it expects of a
+function, is told the value, and learns. Its error is that of these guesses.
+What is slow is trained over many texts:
 
     python -m fastweights_lab.experiments.hidden_habits > hidden_habits.json
 
@@ -38,6 +39,9 @@ CHUNK = 4
 SQUARE = 3 / 8
 """The mean square of all values."""
 
+ODD_SQUARE = 1 / 2
+"""The same, if habits fit where exactly one trait is there."""
+
 ENOUGH = 0.1
 """The error at which habits count as found."""
 
@@ -57,6 +61,14 @@ def new_habits(k: Keys, source: torch.Generator) -> tuple[Values, Habits]:
     return fits[..., 0] - fits[..., 1], four[..., 0, :].unflatten(-1, (2, 2))
 
 
+def exactly_one(k: Keys, habits: Habits) -> Values:
+    """The values if a habit fits where just one of its two traits is there."""
+    four = habits.flatten(-2)[..., None, :].expand(*k.shape[:-1], 4)
+    there = k.gather(-1, four).sign().unflatten(-1, (2, 2))
+    fits = (1 - there.prod(-1)) / 2
+    return fits[..., 0] - fits[..., 1]
+
+
 def drawn(
     *shape: int, source: torch.Generator, traits: int
 ) -> tuple[Keys, Values, Habits]:
@@ -64,6 +76,14 @@ def drawn(
     signs = 2.0 * torch.randint(2, (*shape, traits), generator=source) - 1
     k = signs / traits**0.5
     return k, *new_habits(k, source)
+
+
+def drawn_odd(
+    *shape: int, source: torch.Generator, traits: int
+) -> tuple[Keys, Values, Habits]:
+    """As ``drawn``, of texts in which exactly one trait has to be there."""
+    k, _, habits = drawn(*shape, source=source, traits=traits)
+    return k, exactly_one(k, habits), habits
 
 
 def tested(
@@ -74,9 +94,11 @@ def tested(
     return drawn(texts, functions, source=source, traits=traits)
 
 
-def errors(guesses: Float[Tensor, "... T"], v: Values) -> Tensor:
+def errors(
+    guesses: Float[Tensor, "... T"], v: Values, square: float = SQUARE
+) -> Tensor:
     """Squared error per 16 functions, over that of always guessing 0."""
-    squares = (guesses - v).square().mean(-2) / SQUARE
+    squares = (guesses - v).square().mean(-2) / square
     return squares.unflatten(-1, (-1, EVERY)).mean(-1)
 
 
@@ -220,6 +242,7 @@ class Training(NamedTuple):
     traits: int
     units: int = UNITS
     functions: int = FUNCTIONS
+    draw: Callable[..., tuple] = drawn
 
 
 TRAININGS = {
@@ -229,6 +252,7 @@ TRAININGS = {
     "96 traits": Training(96, functions=2 * FUNCTIONS),
     "12 traits, one unit": Training(12, 1),
     "48 traits, one unit": Training(48, 1),
+    "48 traits, exactly one": Training(48, draw=drawn_odd),
 }
 """By their names in the record."""
 
@@ -253,10 +277,10 @@ def main() -> None:
                 for k, v, _ in (tested(n, 8, T) for n, T in LISTS.items())
             ]
             continue
-        traits, units, functions = TRAININGS[name]
+        traits, units, functions, draw = TRAININGS[name]
         slow = trained(
             network_start(torch.Generator().manual_seed(0), traits, units),
-            functools.partial(drawn, traits=traits),
+            functools.partial(draw, traits=traits),
             (SEEDS, TEXTS, functions),
             arguments.steps,
         )

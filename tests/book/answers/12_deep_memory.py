@@ -115,34 +115,46 @@ def optimum_answer(q, k, v, ridge):
     return v.T @ (k @ x)
 
 
-# %% ex-stale passes
-def largest_rates(C):
-    """By search: the factor of the error is 1 - rate * row * C."""
-    found = []
-    for row in (1.0, 1 / C):
-        low, high = 0.0, 100.0
-        for _ in range(60):
-            rate = (low + high) / 2
-            low, high = (
-                (rate, high) if abs(1 - rate * row * C) < 1 else (low, rate)
-            )
-        found.append(low)
-    return tuple(found)
+# %% ex-count passes
+def features(n, d):
+    """Add one trait: each product so far is there with it and without it."""
+    if n == 0 or d == 0:
+        return 1
+    return features(n - 1, d) + features(n - 1, d - 1)
 
 
-# %% ex-stale not yet: C = 2, sum: just below the rate 2 the error grows
-def largest_rates(C):  # as for the delta rule
-    return 2.0, 2.0
+def most_traits(T, d):
+    """By bisection."""
+    low, high = 0, T
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (
+            (middle, high) if features(middle, d) <= T else (low, middle)
+        )
+    return low
 
 
-# %% ex-stale not yet: sum: just above the rate 1 the error does not grow
-def largest_rates(C):  # where one chunk makes it right
-    return 1 / C, 1.0
+# %% ex-count not yet: 2 traits, 2 factors: got 6, need 4
+def features(n, d):  # with squares, which are constant
+    return math.comb(n + d, d)
 
 
-# %% ex-stale not yet: C = 1, sum: just below the rate 2.001 the error grows
-def largest_rates(C):  # nearly
-    return 2.001 / C, 2.001
+# %% ex-count not yet: 0 traits, 1 factors: got 0, need 1
+def features(n, d):  # without the constant
+    return sum(math.comb(n, m) for m in range(1, d + 1))
+
+
+# %% ex-count not yet: 2 functions, 1 factors: got 0, need 1
+def most_traits(T, d):  # one too few where all are needed
+    n = 0
+    while features(n + 1, d) < T:
+        n += 1
+    return n
+
+
+# %% ex-count not yet: the stubs still have their
+def most_traits(T, d):
+    return ...
 
 
 # %% ex-dual-momentum passes
