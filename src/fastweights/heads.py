@@ -10,6 +10,9 @@ from fastweights.dtypes import upcast
 HeadLayout = tuple[int, int, int, int]
 """H, K, HV, V: how many heads q and k have, of which size, and those of v."""
 
+HeadStates = Float[Tensor, "N HV K V"]
+"""The recurrence's states: a matrix per sequence and head of v."""
+
 
 def split_heads(
     x: Float[Tensor, "B T C"], heads: HeadLayout

@@ -23,16 +23,16 @@ GROUP_SIZE = 16
 MAX_UNROLLED = 2
 """The most chunks that torch.compile unrolls."""
 
-State = Sequence[Tensor]
-Step = Callable[..., tuple[State, Tensor]]
+LoopState = Sequence[Tensor]
+Step = Callable[..., tuple[LoopState, Tensor]]
 
 
 def scan_chunks(
     step: Step,
-    state: State,
+    state: LoopState,
     tokens: Sequence[Float[Tensor, "B T H *rest"]],
     size: int,
-) -> tuple[State, Float[Tensor, "B T H V"]]:
+) -> tuple[LoopState, Float[Tensor, "B T H V"]]:
     """Run ``step`` over all chunks; return the last state and all outputs.
 
     Args:
@@ -59,8 +59,8 @@ def scan_chunks(
 
 
 def _scanned(
-    step: Step, state: State, chunks: Sequence[Tensor]
-) -> tuple[State, Tensor]:
+    step: Step, state: LoopState, chunks: Sequence[Tensor]
+) -> tuple[LoopState, Tensor]:
     """Fold chunks [N, B, H, C, ...] by one loop in a compiled graph."""
     first = [x.clone(memory_format=torch.contiguous_format) for x in state]
     given = [x.contiguous() for x in chunks]
@@ -73,8 +73,8 @@ def _scanned(
 
 
 def _looped(
-    step: Step, state: State, chunks: Sequence[Tensor]
-) -> tuple[State, Tensor]:
+    step: Step, state: LoopState, chunks: Sequence[Tensor]
+) -> tuple[LoopState, Tensor]:
     """Fold chunks [N, B, H, C, ...] by a loop in Python."""
     outputs = []
     for xs in zip(*chunks, strict=True):
@@ -84,8 +84,8 @@ def _looped(
 
 
 def _checkpointed(
-    step: Step, state: State, chunks: Sequence[Tensor]
-) -> tuple[State, Tensor]:
+    step: Step, state: LoopState, chunks: Sequence[Tensor]
+) -> tuple[LoopState, Tensor]:
     """Fold chunks, keeping for a backward the state before each group."""
     collected = []
     groups = ([*x.split(GROUP_SIZE)] for x in chunks)

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from fastweights.deep.networks import gelu
 
-Affine = tuple[Tensor, Tensor]
-NetworkWeights = list[Affine]
+WeightAndBias = tuple[Tensor, Tensor]
+NetworkWeights = list[WeightAndBias]
 Norm = tuple[Tensor, Tensor]
-Rows = Float[Tensor, "B H C"]
+PerToken = Float[Tensor, "B H C"]
 EPS = 1e-6
 
 
@@ -92,7 +92,7 @@ def answer_queries(
     M: NetworkWeights,
     S: NetworkWeights | None,
     grads: Gradients,
-    keep: Rows | None,
+    keep: PerToken | None,
     carry: Float[Tensor, "#B #H C"],
     share: Float[Tensor, "B H C C"],
 ) -> Tensor:
@@ -114,7 +114,7 @@ def answer_queries(
     return z
 
 
-def sum_gradients(grads: Gradients, share: Rows) -> NetworkWeights:
+def sum_gradients(grads: Gradients, share: PerToken) -> NetworkWeights:
     """The sum of a chunk's gradients, each times its share."""
     sums = []
     for inputs, errors in zip(*grads, strict=True):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastweights.arguments import check_sizes
 from fastweights.deep.chunk_layout import ChunkLayout
-from fastweights.deep.chunk_loop import State, scan_chunks
+from fastweights.deep.chunk_loop import LoopState, scan_chunks
 from fastweights.deep.dual_form import (
     NetworkWeights,
     Norm,
@@ -236,13 +236,13 @@ def _whole_chunks(
     """Complete chunks of q, k, v and of the three rates, [B, T, H, ...]."""
     number = 2 * len(M)
 
-    def step(state: State, *xs: Tensor) -> tuple[State, Tensor]:
+    def step(state: LoopState, *xs: Tensor) -> tuple[LoopState, Tensor]:
         M, S = as_layers(state[:number]), as_layers(state[number:])
         q, k, v, theta, eta, alpha = xs
         M, S, z = chunk(M, S, M, q, k, v, theta, eta, alpha, norm=norm)
         return [*tensors_of(M), *tensors_of(S)], z
 
-    state: State = [*tensors_of(M), *tensors_of(S)]
+    state: LoopState = [*tensors_of(M), *tensors_of(S)]
     state, o = scan_chunks(step, state, tokens, chunk_size)
     return as_layers(state[:number]), as_layers(state[number:]), o
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastweights.arguments import check_tensors, wrong_shape
 from fastweights.deep.chunk_layout import ChunkLayout
-from fastweights.deep.chunk_loop import State, scan_chunks
+from fastweights.deep.chunk_loop import LoopState, scan_chunks
 from fastweights.deep.dual_form import (
     Gradients,
     NetworkWeights,
@@ -197,7 +197,7 @@ def _whole_by_torch(
 ) -> tuple[NetworkWeights, Float[Tensor, "B T H K"]]:
     """Complete mini-batches of q, k, v and rates, [B, T, H, ...]."""
 
-    def step(state: State, *chunk: Tensor) -> tuple[State, Tensor]:
+    def step(state: LoopState, *chunk: Tensor) -> tuple[LoopState, Tensor]:
         W = as_layers(state)
         q, k, v, eta = (x.to(step_scale.dtype) for x in chunk)
         grads, o = _read_chunk(W, None, q, k, v, eta, norm, step_scale[None])

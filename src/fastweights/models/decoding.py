@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fastweights.models.model import LanguageModel
-from fastweights.models.recording import Recording, States, is_recordable
+from fastweights.models.model import LanguageModel, LayerStates
+from fastweights.models.recording import Recording, is_recordable
 from fastweights.models.sampling import Sampling
 from fastweights.ranks.group import refuse_ranks
 
@@ -25,7 +25,7 @@ NOT_FINITE = (
 
 def prefill(
     model: LanguageModel, prompts: list[Int[Tensor, " _"]], room: int
-) -> tuple[Float[Tensor, "N V"], States]:
+) -> tuple[Float[Tensor, "N V"], LayerStates]:
     """Logits of the token after each prompt, and the states after them.
 
     Args:
@@ -72,7 +72,7 @@ class Decoding:
     def __init__(
         self,
         model: LanguageModel,
-        states: States,
+        states: LayerStates,
         logits: Float[Tensor, "N V"],
         *,
         sampling: Sampling,
@@ -107,7 +107,7 @@ class Decoding:
         else:
             self.states = self.recording(self._step, self.states)
 
-    def _step(self, states: States) -> States:
+    def _step(self, states: LayerStates) -> LayerStates:
         """Read the last tokens, draw the next; the states after them."""
         logits, after = self.model(self.token[:, None], states)
         self._draw_from(logits[:, 0])

@@ -38,9 +38,10 @@ from fastweights.models.loss import (
     next_tokens,
     token_losses,
 )
+from fastweights.packing import Offsets
 
-States = Sequence[LayerState | None]
-Offsets = Int[Tensor, " N+1"]
+LayerStates = list[LayerState | None]
+"""Those of a model's layers, in their order."""
 
 
 @register_forward
@@ -221,15 +222,15 @@ class LanguageModel(CheckedModule):
     def forward(
         self,
         tokens: Int[Tensor, "B T"],
-        states: States | None = None,
+        states: Sequence[LayerState | None] | None = None,
         cu_seqlens: Offsets | None = None,
-    ) -> tuple[Float[Tensor, "B T V"], list[LayerState | None]]: ...
+    ) -> tuple[Float[Tensor, "B T V"], LayerStates]: ...
 
     @overload
     def forward(
         self,
         tokens: Int[Tensor, "B T"],
-        states: States | None = None,
+        states: Sequence[LayerState | None] | None = None,
         cu_seqlens: Offsets | None = None,
         *,
         targets: Int[Tensor, "B T"],
@@ -240,16 +241,13 @@ class LanguageModel(CheckedModule):
     def forward(
         self,
         tokens: Int[Tensor, "B T"],
-        states: States | None = None,
+        states: Sequence[LayerState | None] | None = None,
         cu_seqlens: Offsets | None = None,
         *,
         targets: Int[Tensor, "B T"] | None = None,
         ignore_index: int = -100,
         reduction: Literal["mean", "none"] = "mean",
-    ) -> (
-        tuple[Float[Tensor, "B T V"], list[LayerState | None]]
-        | Float[Tensor, "*rows"]
-    ):
+    ) -> tuple[Float[Tensor, "B T V"], LayerStates] | Float[Tensor, "*rows"]:
         """Logits of the tokens after these, and the layers' states.
 
         With ``targets`` the mean loss alone, as in :meth:`loss`: what
@@ -323,11 +321,11 @@ class LanguageModel(CheckedModule):
     def hidden(
         self,
         tokens: Int[Tensor, "B T"],
-        states: States | None = None,
+        states: Sequence[LayerState | None] | None = None,
         cu_seqlens: Offsets | None = None,
         *,
         return_states: bool = True,
-    ) -> tuple[Float[Tensor, "B T D"], list[LayerState | None]]:
+    ) -> tuple[Float[Tensor, "B T D"], LayerStates]:
         """What the head turns to logits, and the layers' states.
 
         Without ``return_states`` the list is empty.
@@ -347,7 +345,7 @@ class LanguageModel(CheckedModule):
                 "per layer"
             )
         x = self.embedding(tokens)
-        after: list[LayerState | None] = []
+        after: LayerStates = []
         again = self.checkpoint and torch.is_grad_enabled()
         for block, state in zip(self.blocks, states, strict=True):
             if again and not return_states:
@@ -390,7 +388,7 @@ class LanguageModel(CheckedModule):
         capacity: int,
         *,
         device: torch.device | None = None,
-    ) -> list[LayerState | None]:
+    ) -> LayerStates:
         """States to begin with, which stay where they are up to a length.
 
         Layers whose states grow get one with room for ``capacity`` tokens
@@ -545,7 +543,7 @@ class LanguageModel(CheckedModule):
         return to_transformers(self)
 
     @torch.no_grad()
-    def _meta_states(self, T: int) -> list[LayerState | None]:
+    def _meta_states(self, T: int) -> LayerStates:
         """The states after T tokens, on a device that holds no numbers."""
         meta, dtype = torch.device("meta"), self.embedding.weight.dtype
         model = LanguageModel(self.config, device=meta, dtype=dtype)

@@ -18,12 +18,10 @@ from torch import Tensor
 from fastweights import torch_internals
 from fastweights.arguments import TENSOR_TYPES
 from fastweights.layers import LayerState
-from fastweights.models.model import LanguageModel
+from fastweights.models.model import LanguageModel, LayerStates
 
 SPARE_TOKENS = 256
 """Tokens more than are there that a recording of attention has room for."""
-
-States = list[LayerState | None]
 
 
 class Recording:
@@ -44,8 +42,8 @@ class Recording:
         self.room, self.warm = 0, False
 
     def __call__(
-        self, step: Callable[[States], States], states: States
-    ) -> States:
+        self, step: Callable[[LayerStates], LayerStates], states: LayerStates
+    ) -> LayerStates:
         """The states after a step, which is the same one in each call."""
         if not self.warm:
             self.warm = True
@@ -62,7 +60,10 @@ class Recording:
         return states
 
     def _record(
-        self, step: Callable[[States], States], states: States, used: int
+        self,
+        step: Callable[[LayerStates], LayerStates],
+        states: LayerStates,
+        used: int,
     ) -> None:
         """The step as a graph, on keys and values of ``used`` tokens or more.
 

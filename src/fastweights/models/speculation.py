@@ -31,8 +31,8 @@ from fastweights.models.decoding import (
     prefill,
     start_fetch,
 )
-from fastweights.models.model import LanguageModel
-from fastweights.models.recording import Recording, States, is_recordable
+from fastweights.models.model import LanguageModel, LayerStates
+from fastweights.models.recording import Recording, is_recordable
 from fastweights.models.sampling import Sampling, draw_tokens
 from fastweights.models.streaming import Draft, check_ids
 
@@ -136,7 +136,7 @@ class Reader:
     def __init__(
         self,
         model: LanguageModel,
-        states: States,
+        states: LayerStates,
         rows: list[Row],
         sampling: Sampling,
     ) -> None:
@@ -188,7 +188,7 @@ class Reader:
             for row, (n, end) in zip(fetched(), spans, strict=True)
         ]
 
-    def _step(self, T: int, states: States) -> States:
+    def _step(self, T: int, states: LayerStates) -> LayerStates:
         """Read T of the inputs, write T of the draws; the states after."""
         num_accepted, num_drawn = self.inputs[:, PASS_TOKENS:].T.contiguous()
         accepting = [s for s in states if s is not None and T > 1]

@@ -31,7 +31,7 @@ from fastweights.arguments import (
     check_strength,
 )
 from fastweights.dtypes import cast_for_autocast, compute_dtype, upcast
-from fastweights.heads import per_value_head
+from fastweights.heads import HeadStates, per_value_head
 from fastweights.ops.common.backends import Backend
 from fastweights.ops.normaliser import (
     check_normalised,
@@ -46,7 +46,6 @@ Member = TypeVar("Member", bound=Callable[..., Any])
 
 Keys = Float[Tensor, "B T H K"]
 Values = Float[Tensor, "B T HV V"]
-State = Float[Tensor, "N HV K V"]
 FeatureState = Float[Tensor, "N HV F V"]
 NormalisedState = Float[Tensor, "N HV F V+1"]
 PerHead = Float[Tensor, "B T HV"]
@@ -56,7 +55,7 @@ PerChannel = Float[Tensor, "B T HV K"]
 class WithoutScale(TypedDict, total=False):
     """Keywords that every member shares, as in linear_recurrence."""
 
-    initial_state: State | None
+    initial_state: HeadStates | None
     cu_seqlens: Int[Tensor, " N+1"] | None
     chunk_size: int | None
     backend: Backend
@@ -260,7 +259,7 @@ def retention(
     v: Values,
     g: Float[Tensor, " HV"] | None = None,
     **options: Unpack[Options],
-) -> tuple[Values, State]:
+) -> tuple[Values, HeadStates]:
     """S_t = e^g S_{t-1} + k_t v_t^T, one fixed g per head (Sun et al. 2023).
 
     None for g takes RetNet's own, :func:`retnet_decay`, in fp64 if q is.
@@ -284,7 +283,7 @@ def mamba2(
     *,
     scale: float | None = 1.0,
     **options: Unpack[WithoutScale],
-) -> tuple[Values, State]:
+) -> tuple[Values, HeadStates]:
     """S_t = e^{g_t} S_{t-1} + k_t v_t^T, one g per head and step.
 
     Mamba-2's state space dual form (Dao and Gu 2024): q, k are its C and B,
@@ -304,7 +303,7 @@ def gated_retention(
     *,
     temperature: float = 16.0,
     **options: Unpack[Options],
-) -> tuple[Values, State]:
+) -> tuple[Values, HeadStates]:
     """S_t = sigmoid(logits_t)^(1/temperature) S_{t-1} + k_t v_t^T.
 
     RetNet with a gate of the data (Sun et al. 2024).
@@ -327,7 +326,7 @@ def gated_retention(
 @member
 def gla(
     q: Keys, k: Keys, v: Values, g: PerChannel, **options: Unpack[Options]
-) -> tuple[Values, State]:
+) -> tuple[Values, HeadStates]:
     """S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T (Yang et al. 2024)."""
     check_dim("g", g, 4, "[B, T, HV, K]")
     return linear_recurrence(q, k, v, g, None, **options)
@@ -336,7 +335,7 @@ def gla(
 @member
 def deltanet(
     q: Keys, k: Keys, v: Values, beta: PerHead, **options: Unpack[Options]
-) -> tuple[Values, State]:
+) -> tuple[Values, HeadStates]:
     """S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T.
 
     The delta rule of Schlag et al. 2021, chunkwise as in Yang et al. 2024.
@@ -355,7 +354,7 @@ def gated_deltanet(
     g: PerHead,
     beta: PerHead,
     **options: Unpack[Options],
-) -> tuple[Values, State]:
+) -> tuple[Values, HeadStates]:
     """S_t = (I - beta_t k_t k_t^T) e^{g_t} S_{t-1} + beta_t k_t v_t^T.
 
     Gated DeltaNet (Yang et al. 2025) forgets by e^{g_t}, then corrects by the
@@ -381,7 +380,7 @@ def kda(
     g: PerChannel,
     beta: PerHead,
     **options: Unpack[Options],
-) -> tuple[Values, State]:
+) -> tuple[Values, HeadStates]:
     """S_t = (I - beta_t k_t k_t^T) Diag(e^{g_t}) S_{t-1} + beta_t k_t v_t^T.
 
     Kimi Delta Attention (Kimi Team 2025) is Gated DeltaNet with a gate per key
@@ -408,7 +407,7 @@ def gated_deltanet2(
     b: Float[Tensor, "B T _ K"],
     w: Values,
     **options: Unpack[Options],
-) -> tuple[Values, State]:
+) -> tuple[Values, HeadStates]:
     """S_t = (I - k_t (b_t k_t)^T) Diag(e^{g_t}) S_{t-1} + k_t (w_t v_t)^T.
 
     Gated DeltaNet-2 (Hatamizadeh et al. 2026): KDA with a strength per
@@ -449,7 +448,7 @@ def comba(
     g: PerHead,
     beta: PerHead,
     **options: Unpack[Options],
-) -> tuple[Values, State]:
+) -> tuple[Values, HeadStates]:
     """S_t = (e^{g_t} I - beta_t k_t p_t^T) S_{t-1} + beta_t k_t v_t^T.
 
     Comba (Hu et al. 2025): Gated DeltaNet in which another key, p, a fraction

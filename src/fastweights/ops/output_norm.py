@@ -34,8 +34,8 @@ from fastweights.ops.common.backends import (
 )
 from fastweights.ops.common.registration import Operator
 
-Activation = Literal["silu", "sigmoid"]
-ACTIVATIONS = (*get_args(Activation), None)
+GateActivation = Literal["silu", "sigmoid"]
+ACTIVATIONS = (*get_args(GateActivation), None)
 
 
 def gated_rms_norm(
@@ -43,7 +43,7 @@ def gated_rms_norm(
     weight: Float[Tensor, "*HV V"],
     gate: Float[Tensor, "B T HV*V"] | None = None,
     *,
-    activation: Activation | None = "silu",
+    activation: GateActivation | None = "silu",
     eps: float = 1e-5,
     backend: KernelOrTorch = "auto",
 ) -> Float[Tensor, "B T HV*V"]:

@@ -28,7 +28,7 @@ from fastweights.ops.common.backends import (
 )
 from fastweights.ops.common.invariance import is_invariant
 from fastweights.ops.recurrence_operator import (
-    Results,
+    ForwardResults,
     backend_module,
     local_recurrence,
     make_recurrence_operator,
@@ -120,7 +120,7 @@ def sums_final_states(
 
 def _forward(
     operands: RecurrenceOperands, options: RecurrenceOptions
-) -> Results:
+) -> ForwardResults:
     """o of this rank; final states of all ranks, unless they are summed later.
 
     Saved are also the ranks' maps and the states that enter this one.
@@ -141,7 +141,9 @@ def _forward(
     return o, state, [*saved, exchange.maps, entering]
 
 
-def _fake(operands: RecurrenceOperands, options: RecurrenceOptions) -> Results:
+def _fake(
+    operands: RecurrenceOperands, options: RecurrenceOptions
+) -> ForwardResults:
     q, _, v, _, beta, erase_key, initial_state, cu_seqlens = operands
     assert initial_state is not None
     saved = backend_module("triton").empty_saved(operands, options, True)

@@ -33,7 +33,7 @@ from fastweights.ops.common.registration import Operator
 from fastweights.packing import states_or_zeros
 from fastweights.torch_backend import recurrence as torch_recurrence
 
-Results = tuple[Tensor, Tensor, list[Tensor]]  # o, state and what is saved
+ForwardResults = tuple[Tensor, Tensor, list[Tensor]]  # o, state, saved
 
 
 def local_recurrence(
@@ -91,7 +91,7 @@ def backend_module(backend: str) -> ModuleType:
 
 def _forward(
     operands: RecurrenceOperands, options: RecurrenceOptions
-) -> Results:
+) -> ForwardResults:
     """The results of a backend, and what its backward re-uses."""
     backend = recurrence_backend(options.backend, operands.q)
     record_run(f"{backend} forward")
@@ -99,7 +99,9 @@ def _forward(
         return backend_module(backend).forward(operands, options)
 
 
-def _fake(operands: RecurrenceOperands, options: RecurrenceOptions) -> Results:
+def _fake(
+    operands: RecurrenceOperands, options: RecurrenceOptions
+) -> ForwardResults:
     q, _, v, *_, initial_state, cu_seqlens = operands
     backend = recurrence_backend(options.backend, q)
     saved = backend_module(backend).empty_saved(operands, options)

@@ -45,7 +45,7 @@ from fastweights.reference.chunkwise import (
 )
 from fastweights.reference.parallel import decays
 
-States = Float[Tensor, "B N H K V"]
+ChunkStates = Float[Tensor, "B N H K V"]
 
 
 def per_gate(
@@ -132,7 +132,7 @@ def chunk_states(
     G: Gates | None,
     P: Square | None,
     S: State,
-) -> tuple[States, Values]:
+) -> tuple[ChunkStates, Values]:
     """The state that enters each chunk, and v_new: ``scan`` once more."""
     states, written = [], []
     for k_n, v_n, e_n, G_n, rest_n, P_n in each_chunk(
@@ -154,7 +154,7 @@ def scan_backward(
     P: Square | None,
     do: Values,
     dS: State,
-) -> tuple[Values, States, State]:
+) -> tuple[Values, ChunkStates, State]:
     """From the last chunk to the first, carrying the state's gradient.
 
     do is scale times the gradient of the outputs. Returns
@@ -184,8 +184,8 @@ def through_states(
     do: Values,
     v_new: Values,
     y: Values,
-    states: States,
-    leaving: States,
+    states: ChunkStates,
+    leaving: ChunkStates,
 ) -> tuple[Keys, Keys, Gates | None, Keys | None, Square, Square | None]:
     """dq, dk, dg and de as far as states pass them; dAqk and dAek."""
     dAqk = (do @ v_new.mT).tril_()
@@ -215,8 +215,8 @@ def intra_backward(
     do: Values,
     v_new: Values,
     y: Values,
-    states: States,
-    leaving: States,
+    states: ChunkStates,
+    leaving: ChunkStates,
 ) -> list[Any]:
     """Inside each chunk: dq, dk, dg and de."""
     *grads, dAqk, dAek = through_states(

@@ -15,9 +15,9 @@ from dataclasses import replace
 import torch
 
 from fastweights.models.decoding import copy_to_device, start_fetch
-from fastweights.models.model import LanguageModel
+from fastweights.models.model import LanguageModel, LayerStates
 from fastweights.models.pool import StatePool
-from fastweights.models.recording import Recording, States, is_recordable
+from fastweights.models.recording import Recording, is_recordable
 from fastweights.models.sampling import Sampling, draw_tokens
 from fastweights.ops.common.backends import recurrence_backend
 from fastweights.serving.request import Request
@@ -50,7 +50,7 @@ class Batch:
         self.sampling = Sampling(
             zeros(dtype=torch.float64), zeros(), ints(), ints()
         )
-        self.states: States = [
+        self.states: LayerStates = [
             x.at_unchecked(self.rows, 0) for x in pool.states
         ]
         self.recordable = is_recordable(model, self.token)
@@ -135,7 +135,7 @@ class Batch:
             request.num_drawn += 1
         return start_fetch(self.drawn_token)
 
-    def _step(self, sampling: Sampling, states: States) -> States:
+    def _step(self, sampling: Sampling, states: LayerStates) -> LayerStates:
         logits, after = self.model(self.token[:, None], states)
         self.drawn_token.copy_(draw_tokens(logits[:, 0], sampling))
         self.token.copy_(self.drawn_token.clamp(min=0))
@@ -155,7 +155,7 @@ class RecordedPrefill:
         self.model, self.sizes = batch.model, (T, N + 1, N)
         self.inputs = batch.token.new_zeros(sum(self.sizes))
         self.tokens, self.cu_seqlens, rows = self.inputs.split(self.sizes)
-        self.states: States = [
+        self.states: LayerStates = [
             x.at_unchecked(rows, 0, all_inside=True) for x in batch.pool.states
         ]
         self.pool_rows = range(batch.pool.size)
@@ -175,7 +175,7 @@ class RecordedPrefill:
         self.inputs.copy_(copy_to_device(integers, self.inputs))
         self.recording(self._step, self.states)
 
-    def _step(self, states: States) -> States:
+    def _step(self, states: LayerStates) -> LayerStates:
         _, after = self.model.hidden(
             self.tokens[None], states, self.cu_seqlens
         )

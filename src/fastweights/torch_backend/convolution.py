@@ -26,15 +26,15 @@ from fastweights.dtypes import compute_dtype
 from fastweights.heads import HeadLayout, split_heads
 from fastweights.packing import Offsets, num_sequences, sequence_ids
 
-Rows = Int[Tensor, " rows"]
+RowNumbers = Int[Tensor, " rows"]
 
 
 class Places(NamedTuple):
     """Where packed sequences lie among the rows, each behind its state."""
 
-    tokens: Rows  # [T]
-    first: Rows  # [N * (W - 1)], the states that sequences begin with
-    last: Rows  # [N * (W - 1)], those that they leave
+    tokens: RowNumbers  # [T]
+    first: RowNumbers  # [N * (W - 1)], the states that sequences begin with
+    last: RowNumbers  # [N * (W - 1)], those that they leave
     no_tokens: Bool[Tensor, "T 1"]  # after the last sequence
 
 

@@ -10,9 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastweights.dtypes import compute_dtype
-from fastweights.heads import per_value_head
-
-States = Float[Tensor, "N HV K V"]
+from fastweights.heads import HeadStates, per_value_head
 
 
 def expand_inputs(
@@ -34,7 +32,10 @@ def expand_inputs(
 
 
 def decode(
-    S: States, tokens: Sequence[Any], num_accepted: Tensor | None, scale: float
+    S: HeadStates,
+    tokens: Sequence[Any],
+    num_accepted: Tensor | None,
+    scale: float,
 ) -> Tensor:
     """Outputs of all tokens; S becomes the state after those accepted.
 
@@ -57,7 +58,7 @@ def decode(
 
 
 def advance(
-    state: States,
+    state: HeadStates,
     q: Float[Tensor, "N T HV K"],
     k: Float[Tensor, "N T HV K"],
     v: Float[Tensor, "N T HV V"],

@@ -9,12 +9,11 @@ head, no gate, packed sequences.
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from fastweights.arguments import RecurrenceOperands, RecurrenceOptions
 from fastweights.dtypes import compute_dtype
-from fastweights.heads import state_shape
+from fastweights.heads import HeadStates, state_shape
 from fastweights.packing import (
     Offsets,
     Piece,
@@ -30,8 +29,6 @@ from fastweights.reference.chunkwise import (
 from fastweights.reference.chunkwise_backward import chunkwise_backward
 from fastweights.reference.steps import recurrence, scan
 from fastweights.torch_backend.decode import advance, expand_inputs
-
-States = Float[Tensor, "N HV K V"]
 
 IN_CACHE = 2**17  # entries of score matrices that one core works on at once
 
@@ -110,7 +107,7 @@ def empty_saved(
 
 def forward(
     operands: RecurrenceOperands, options: RecurrenceOptions
-) -> tuple[Tensor, States, list[Tensor]]:
+) -> tuple[Tensor, HeadStates, list[Tensor]]:
     """Outputs, final states, and what the backward re-uses."""
     q, _, v, *_, initial_state, cu_seqlens = operands
     tokens = expand_inputs(*operands.per_token)
@@ -144,7 +141,7 @@ def forward(
 
 def backward(
     do: Tensor | None,
-    dstate: States | None,
+    dstate: HeadStates | None,
     operands: RecurrenceOperands,
     saved: list[Tensor],
     options: RecurrenceOptions,

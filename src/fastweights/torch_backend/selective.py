@@ -35,11 +35,11 @@ from fastweights.reference.steps import outer, read, scan, selective
 
 Channels = Float[Tensor, "Bt L G P"]
 Shared = Float[Tensor, "Bt L G N"]
-State = Float[Tensor, "Bt G N P"]
+EnteringState = Float[Tensor, "Bt G N P"]
 Decays = Float[Tensor, "Bt L+2 G N P"]
-States = Float[Tensor, "Bt L+1 G N P"]
+TokenStates = Float[Tensor, "Bt L+1 G N P"]
 Rates = Float[Tensor, "G N P"]
-Offsets = Int[Tensor, " S+1"]
+ScanOffsets = Int[Tensor, " S+1"]
 
 
 def decays(dt: Channels, A: Rates) -> Decays:
@@ -48,7 +48,9 @@ def decays(dt: Channels, A: Rates) -> Decays:
     return (dt[..., None, :] * A).exp_()
 
 
-def states_of(a: Decays, w: Channels, B: Shared, h: State) -> States:
+def states_of(
+    a: Decays, w: Channels, B: Shared, h: EnteringState
+) -> TokenStates:
     """The state h that enters a chunk, and that after each of its tokens."""
     B, w = (F.pad(t, (0, 0, 0, 0, 1, 0)) for t in (B, w))
     b = outer(B, w)
@@ -62,10 +64,10 @@ def chunk_backward(
     A: Rates,
     B: Shared,
     C: Shared,
-    h: State,
+    h: EnteringState,
     dy: Channels,
-    dh: State,
-) -> tuple[Channels, Channels, Rates, Shared, Shared, State]:
+    dh: EnteringState,
+) -> tuple[Channels, Channels, Rates, Shared, Shared, EnteringState]:
     """Gradients of x, dt, A, B, C and of the state h that enters a chunk.
 
     dh is the gradient of the state that leaves it. The same scan, from the
@@ -98,7 +100,7 @@ def tile_length(D: int, N: int, G: int) -> int:
 
 
 def chunks(
-    cu_seqlens: Offsets | None, x: Float[Tensor, "Bt T D"], length: int
+    cu_seqlens: ScanOffsets | None, x: Float[Tensor, "Bt T D"], length: int
 ) -> Iterator[tuple[Any, list[tuple[Any, Piece]]]]:
     """Each sequence: which states are its own, and its chunks.
 
@@ -149,7 +151,7 @@ def loop(
     C: Float[Tensor, "Bt T G N"],
     D: Float[Tensor, " D"] | None,
     initial_state: Float[Tensor, "S D N"] | None,
-    cu_seqlens: Offsets | None,
+    cu_seqlens: ScanOffsets | None,
 ) -> tuple[Float[Tensor, "Bt T D"], Float[Tensor, "S D N"]]:
     """One token at a time, with the gradients that autograd finds.
 
@@ -185,7 +187,7 @@ def forward(
     C: Float[Tensor, "Bt T G N"],
     D: Float[Tensor, " D"] | None,
     initial_state: Float[Tensor, "S D N"] | None,
-    cu_seqlens: Offsets | None,
+    cu_seqlens: ScanOffsets | None,
     states: Float[Tensor, " Bt*NT*D*N"] | None,
     dtype: torch.dtype,
 ) -> tuple[Float[Tensor, "Bt T D"], Float[Tensor, "S D N"]]:
@@ -228,7 +230,7 @@ def backward(
     C: Float[Tensor, "Bt T G N"],
     D: Float[Tensor, " D"] | None,
     initial_state: Float[Tensor, "S D N"] | None,
-    cu_seqlens: Offsets | None,
+    cu_seqlens: ScanOffsets | None,
     states: Float[Tensor, " Bt*NT*D*N"],
 ) -> list[Tensor | None]:
     """Gradients of x, dt, A, B, C, D and initial_state.

@@ -69,7 +69,7 @@ Scores = namedtuple("Scores", "Aqk R", defaults=(None, None))
 # The offsets and numbers of a call, which every kernel takes.
 Call = namedtuple("Call", "cu_seqlens scale T N L")
 # What enters a scan, and what it writes.
-States = namedtuple("States", "initial_state border_states maps")
+ScanStates = namedtuple("ScanStates", "initial_state border_states maps")
 Outputs = namedtuple(
     "Outputs", "o state h u", defaults=(None, None, None, None)
 )
@@ -281,7 +281,7 @@ def forward_schedule(
     if segmented:
         meta = meta_of("segment_maps", kind)
         tiles = meta.NV + (meta.NM if kind.delta else 0)
-        states = States(x.initial_state, x.border_states, x.maps)
+        states = ScanStates(x.initial_state, x.border_states, x.maps)
         outputs = Outputs(state=x.state)
         groups = x.qk, x.v, x.decays, Scores(R=x.R), states, outputs
         programs = RuntimeNumber("borders", HV * tiles)
@@ -292,7 +292,7 @@ def forward_schedule(
         if kind.on_ranks:
             builder.add_arriving("add_arriving", passing)
     border_states = x.border_states if segmented else None
-    states = States(x.initial_state, border_states, None)
+    states = ScanStates(x.initial_state, border_states, None)
     outputs = Outputs(o=x.o, state=x.state)
     groups = x.qk, x.v, x.decays, scores, states, outputs
     builder.add_tiles("scan", scan_fwd_kernel, "segments", *groups)
@@ -328,7 +328,7 @@ def backward_schedule(
         builder.add_compose("compose_backward", passing)
     # Needs nothing of other ranks, and runs while they are asked.
     border_states = x.border_states if segmented else None
-    states = States(x.initial_state, border_states, None)
+    states = ScanStates(x.initial_state, border_states, None)
     outputs = Outputs(h=x.h, u=x.u)
     groups = x.qk, x.v, x.decays, Scores(R=x.R), states, outputs
     builder.add_tiles("chunk_states", scan_fwd_kernel, "segments", *groups)

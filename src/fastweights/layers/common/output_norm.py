@@ -12,7 +12,7 @@ from fastweights.layers.common.layer_arguments import check_one_of
 from fastweights.layers.common.plain_modules import register_forward
 from fastweights.ops.output_norm import (
     ACTIVATIONS,
-    Activation,
+    GateActivation,
     gated_rms_norm,
     norm_by_formula,
 )
@@ -39,7 +39,7 @@ class OutputNorm(CheckedModule):
     def __init__(
         self,
         size: int,
-        activation: Activation | None = "silu",
+        activation: GateActivation | None = "silu",
         *,
         num_heads: int = 1,
         center: bool = False,

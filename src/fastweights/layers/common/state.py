@@ -14,10 +14,8 @@ from fastweights.dtypes import compute_dtype
 from fastweights.ops.common.rows import clamp_rows, write_rows
 from fastweights.ops.decode import MAX_STEP_TOKENS, decode_step
 from fastweights.ops.recurrence import linear_recurrence
-from fastweights.packing import sequence_ids
+from fastweights.packing import Offsets, sequence_ids
 from fastweights.ranks.group import current_ranks
-
-Offsets = Int[Tensor, " N+1"]
 
 
 @final

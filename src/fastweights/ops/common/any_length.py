@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fastweights.ops.common.registration import LIBRARY, register
 
-Results = tuple[Tensor, Tensor]
+OutputAndState = tuple[Tensor, Tensor]
 Layout = tuple[Sequence[int], torch.dtype]  # a shape and a dtype
 
 TENSOR = "a tensor"
@@ -40,11 +40,11 @@ def is_dynamic(T: int) -> bool:
 
 
 def call_as_operator(
-    function: Callable[..., Results],
+    function: Callable[..., OutputAndState],
     results: tuple[Layout, Layout],
     *args: Any,
     **options: Any,
-) -> Results:
+) -> OutputAndState:
     """function(*args, **options) as one operator: an output and a state.
 
     ``results`` has the shape and dtype of each. The function is a module's.
@@ -66,7 +66,9 @@ def _constant(x: Any) -> Any:
     return operator.index(x) if is_integer else x
 
 
-def _run(function: str, tensors: Sequence[Tensor], arguments: str) -> Results:
+def _run(
+    function: str, tensors: Sequence[Tensor], arguments: str
+) -> OutputAndState:
     values = iter(tensors)
     args, options = tree_map(
         lambda x: next(values) if x == TENSOR else x,
@@ -77,7 +79,7 @@ def _run(function: str, tensors: Sequence[Tensor], arguments: str) -> Results:
 
 def _forward(
     function: str, tensors: list[Tensor], arguments: str, *results: Any
-) -> Results:
+) -> OutputAndState:
     o, state = _run(function, tensors, arguments)
     return o.contiguous(), state.contiguous()
 
@@ -114,7 +116,7 @@ def _fake_backward(do, dstate, function, tensors, arguments):
     return [x.new_empty(x.shape) for x in tensors if x.is_floating_point()]
 
 
-def _save(ctx: Any, inputs: tuple, output: Results) -> None:
+def _save(ctx: Any, inputs: tuple, output: OutputAndState) -> None:
     ctx.function, tensors, ctx.arguments = inputs[:3]
     ctx.save_for_backward(*tensors)
 
