@@ -24,8 +24,8 @@ from fastweights.kernels.recurrence.settings import CallKind
 from fastweights.torch_internals import TESTED
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from support.crossed import pairwise
 from support.offline import SHARED, source_of
+from support.pairwise import pairwise
 
 RULES = (False, False), (True, False), (True, True)  # delta, erase
 # Each member of the family with each of the rest, and all pairs of these.

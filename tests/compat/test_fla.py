@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from support.crossed import crossed
+from support.pairwise import crossed
 
 from fastweights.checks import relative_error
 from fastweights.compat import causal_conv1d, fla

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from support.crossed import crossed
+from support.pairwise import crossed
 from support.scan_inputs import selective_scan_fn as mambas
 
 from fastweights.checks import relative_error

@@ -4,8 +4,8 @@ import re
 
 import pytest
 from support import offline
-from support.crossed import crossed
 from support.offline import SHARED
+from support.pairwise import crossed
 
 from fastweights.kernels.decode import (
     DecodeMeta,

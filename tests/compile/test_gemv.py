@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-from support.crossed import crossed
 from support.offline import DTYPES, OTHERS, SHARED, build, judge
+from support.pairwise import crossed
 
 from fastweights.kernels.gemv import (
     TILES_AHEAD,

@@ -8,7 +8,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support.crossed import all_but, crossed, in_turn
 from support.offline import (
     AS_RECORDED,
     DTYPES,
@@ -24,6 +23,7 @@ from support.offline import (
     unset_uniform_registers,
     unwaited_products,
 )
+from support.pairwise import all_but, crossed, in_turn
 
 from fastweights_lab.lessons import linear, prefix
 

@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from support.crossed import all_but
 from support.offline import (
     AS_RECORDED,
     DTYPES,
@@ -14,6 +13,7 @@ from support.offline import (
     judge,
     unwaited_products,
 )
+from support.pairwise import all_but
 
 from fastweights.kernels.gpu import GPU
 from fastweights.kernels.recurrence import stages

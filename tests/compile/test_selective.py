@@ -1,7 +1,7 @@
 """The selective scan's kernels as they ship, for GPUs that are not here."""
 
-from support.crossed import crossed
 from support.offline import OTHERS, SHARED, build, judge
+from support.pairwise import crossed
 
 from fastweights.kernels import selective
 

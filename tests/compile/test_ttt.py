@@ -1,8 +1,8 @@
 """TTT-Linear's kernels as they ship, for GPUs that are not here."""
 
 import pytest
-from support.crossed import crossed
 from support.offline import SHARED, build, judge
+from support.pairwise import crossed
 
 from fastweights.kernels import ttt
 

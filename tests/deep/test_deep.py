@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from support.crossed import all_but
 from support.deep_cases import CASES, WEIGHTS, B, C, H, K, V, drawn
 from support.graphs import in_one_graph
+from support.pairwise import all_but
 
 import fastweights as fw
 from fastweights.checks import relative_error

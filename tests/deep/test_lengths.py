@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
-from support.crossed import all_but
 from support.deep_cases import CASES, B, C, H, K, drawn
 from support.deep_cases import layers as weights
 from support.graphs import in_one_graph
 from support.layer_cases import CASES as LAYERS
 from support.layer_cases import contents, made, tokens
+from support.pairwise import all_but
 from torch.utils.checkpoint import checkpoint
 
 from fastweights import deep

@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 import torch
-from support.crossed import all_but
 from support.inputs import GATES, RULES, member_inputs, results
+from support.pairwise import all_but
 
 import fastweights as fw
 from fastweights.kernels.recurrence import backend, schedule, stages

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from support.convolution_inputs import HEADS, flat, tokens
-from support.crossed import pairs
 from support.inputs import results, same
 from support.kernel_judge import needs_memory
+from support.pairwise import pairs
 
 from fastweights import ops
 from fastweights.checks import relative_error

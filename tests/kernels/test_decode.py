@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from support.crossed import crossed
 from support.inputs import GATES, RULES, member_inputs
 from support.kernel_judge import DEVICES, needs_memory, on_devices
+from support.pairwise import crossed
 
 import fastweights as fw
 from fastweights import ops

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from support.crossed import crossed
 from support.inputs import GATES, RULES
 from support.invariance_cases import EDGES, check
+from support.pairwise import crossed
 
 from fastweights.kernels.recurrence import settings
 

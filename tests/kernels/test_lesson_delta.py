@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from support.crossed import pairs
 from support.kernel_judge import BUDGET
+from support.pairwise import pairs
 from support.refused import refused
 from torch import zeros  # noqa: F401 (what is refused names it)
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.crossed import pairs
 from support.kernel_judge import BUDGET, DEVICES, PRODUCTS, needs_memory
+from support.pairwise import pairs
 from support.refused import refused
 from torch import zeros  # noqa: F401 (what is refused names it)
 

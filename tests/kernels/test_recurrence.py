@@ -8,10 +8,10 @@ import itertools
 
 import pytest
 import torch
-from support.crossed import crossed
 from support.graphs import in_one_graph
 from support.inputs import GATES, RULES, member_inputs, results
 from support.kernel_judge import DEVICES, on_devices
+from support.pairwise import crossed
 from support.recurrence_judge import budget_of, cast, judge, some
 
 import fastweights as fw

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from support.crossed import all_but, crossed
 from support.inputs import GATES, RULES, member_inputs
 from support.kernel_judge import HALF, on_devices
+from support.pairwise import all_but, crossed
 from support.recurrence_judge import (
     budget_of,
     cast,

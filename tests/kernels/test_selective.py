@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from support.crossed import pairs
 from support.inputs import results, same
 from support.kernel_judge import needs_memory
+from support.pairwise import pairs
 from support.scan_inputs import tokens
 
 import fastweights as fw

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from support.crossed import crossed
 from support.layer_cases import made, tokens
+from support.pairwise import crossed
 from torch.nn.attention import varlen
 
 from fastweights.checks import Footprint, relative_error

@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 import torch
-from support.crossed import crossed
 from support.layer_cases import CASES, contents, made, tokens
+from support.pairwise import crossed
 
 from fastweights.checks import relative_error
 from fastweights.layers import LayerState, SoftmaxAttention

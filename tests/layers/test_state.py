@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support.crossed import crossed
 from support.layer_cases import CASES, contents, made, tokens
+from support.pairwise import crossed
 from support.refused import refused
 
 from fastweights.layers import (

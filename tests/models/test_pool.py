@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from support import model_cases
-from support.crossed import crossed
+from support.pairwise import crossed
 
 from fastweights.models import LAYERS, StatePool
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.convolution_inputs import HEADS, flat, tokens
-from support.crossed import pairs
 from support.inputs import results, same
+from support.pairwise import pairs
 from support.refused import refused
 
 from fastweights import ops

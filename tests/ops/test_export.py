@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from support.crossed import all_but
 from support.layer_cases import CASES, contents, made, tokens
+from support.pairwise import all_but
 from torch.export import Dim, export
 
 from fastweights.layers import LayerState

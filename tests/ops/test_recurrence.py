@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.crossed import crossed, pairs
 from support.inputs import GATES, RULES, explicit, member_inputs, results, same
+from support.pairwise import crossed, pairs
 from support.refused import refused
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad

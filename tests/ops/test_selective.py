@@ -6,9 +6,9 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from support.crossed import pairs
 from support.graphs import in_one_graph
 from support.inputs import results, same
+from support.pairwise import pairs
 from support.scan_inputs import selective_scan_fn, tokens
 
 import fastweights as fw

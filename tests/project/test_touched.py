@@ -26,7 +26,7 @@ def test_docstrings_are_the_reference():
 
 
 def test_a_helper_has_the_tests_that_use_it():
-    assert "kernels/test_decode.py" in names("tests/support/crossed.py")
+    assert "kernels/test_decode.py" in names("tests/support/pairwise.py")
     assert names("tests/ops/test_recurrence.py") == {"ops/test_recurrence.py"}
     assert names("README.md") == set()
 

@@ -13,9 +13,9 @@ from fastweights.arguments import RecurrenceOperands, RecurrenceOptions
 from fastweights.checks import relative_error
 from fastweights.reference import chunkwise
 from fastweights.torch_backend import recurrence as torch_recurrence
-from support.crossed import all_but
 from support.inputs import GATES, RULES, member_inputs, results
 from support.kernel_judge import BUDGET, HALF
+from support.pairwise import all_but
 
 MEMBERS = list(itertools.product(GATES, RULES))
 ALL = pytest.mark.parametrize("gate, rule", MEMBERS)

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from support.crossed import all_but
 from support.operator_cases import (
     OPERATORS,
     OpChecks,
@@ -12,6 +11,7 @@ from support.operator_cases import (
     drawn,
     results,
 )
+from support.pairwise import all_but
 
 EVERY = pytest.mark.parametrize("name", OPERATORS)
 

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from support.crossed import all_but, crossed, in_turn, pairwise
+from support.pairwise import all_but, crossed, in_turn, pairwise
 
 
 @pytest.mark.parametrize("sizes", [(4, 2, 8), (3, 2, 5), (2, 2, 2, 2), (3,)])
