@@ -93,31 +93,31 @@ def check_recurrence_arguments(
         extra_dtypes=state_dtypes,
     )
     if q.dim() != 4:
-        wrong_shape("q", q, "[B, T, H, K]")
+        refuse_shape("q", q, "[B, T, H, K]")
     B, T, H, K = shape = q.shape
     if k.shape != shape:
-        wrong_shape("k", k, f"q's, {list(shape)}")
+        refuse_shape("k", k, f"q's, {list(shape)}")
     if B < 1 or min_tokens > T or H < 1 or K < 1:
-        wrong_shape("q", q, "[B, T, H, K] with B, T, H, K >= 1")
+        refuse_shape("q", q, "[B, T, H, K] with B, T, H, K >= 1")
     rows, length, HV, V = v.shape if v.dim() == 4 else 4 * (0,)
     if rows != B or length != T or HV < 1 or V < 1:
-        wrong_shape("v", v, f"[{B}, {T}, HV, V] with HV, V >= 1")
+        refuse_shape("v", v, f"[{B}, {T}, HV, V] with HV, V >= 1")
     if HV % H:
         need = f"[{B}, {T}, HV, V] with HV a multiple of q's {H} heads"
-        wrong_shape("v", v, need)
+        refuse_shape("v", v, need)
     if g is not None:
         # By dimensions first: to compare B with HV makes a graph for one B.
         gate = (HV,) if g.dim() == 1 else (B, T, HV, K)[: max(g.dim(), 3)]
         if g.shape != gate:
             need = f"[{HV}], [{B}, {T}, {HV}] or [{B}, {T}, {HV}, {K}]"
-            wrong_shape("g", g, need)
+            refuse_shape("g", g, need)
     if beta is not None and beta.shape != (B, T, HV):
-        wrong_shape("beta", beta, f"[{B}, {T}, {HV}]")
+        refuse_shape("beta", beta, f"[{B}, {T}, {HV}]")
     if erase_key is not None:
         heads = H if erase_key.dim() == 4 and erase_key.shape[2] == H else HV
         if erase_key.shape != (B, T, heads, K):
             need = f"[{B}, {T}, {HV}, {K}] or [{B}, {T}, {H}, {K}]"
-            wrong_shape("erase_key", erase_key, need)
+            refuse_shape("erase_key", erase_key, need)
         if beta is not None:
             raise ValueError(
                 "erase_key: got a tensor beside beta, need one of the two; "
@@ -128,7 +128,7 @@ def check_recurrence_arguments(
         N = check_sequences("q", q, "[1, T, H, K]", cu_seqlens)
     if initial_state is not None and initial_state.shape != (N, HV, K, V):
         need = f"[{N}, {HV}, {K}, {V}]"
-        wrong_shape(state_name, initial_state, need)
+        refuse_shape(state_name, initial_state, need)
     if scale is not None and not isinstance(scale, numbers.Real):
         raise TypeError(
             f"scale: got {type(scale).__name__}, need a real number or None"
@@ -299,7 +299,7 @@ def check_states(
     check_types_and_devices({"q": q}, states=states, extra_dtypes=extra_dtypes)
     for name, shape in shapes.items():
         if states[name].shape != shape:
-            wrong_shape(name, states[name], f"{list(shape)}")
+            refuse_shape(name, states[name], f"{list(shape)}")
 
 
 def check_dtypes(
@@ -344,10 +344,10 @@ def check_shapes(
         if x is not None:
             check_tensors({name: x})
         if x is not None and tuple(x.shape) != shape:
-            wrong_shape(name, x, f"{list(shape)}")
+            refuse_shape(name, x, f"{list(shape)}")
 
 
-def wrong_shape(name: str, x: Tensor, need: str) -> NoReturn:
+def refuse_shape(name: str, x: Tensor, need: str) -> NoReturn:
     """Raise ValueError: the argument, its shape, and the one it needs."""
     raise ValueError(f"{name}: got shape {list(x.shape)}, need {need}")
 
@@ -356,7 +356,7 @@ def check_dim(name: str, x: Tensor, dim: int, need: str) -> None:
     """Refuse what is no tensor of ``dim`` dimensions."""
     check_tensors({name: x})
     if x.dim() != dim:
-        wrong_shape(name, x, need)
+        refuse_shape(name, x, need)
 
 
 def check_gate(
@@ -370,7 +370,7 @@ def check_gate(
     dtypes = tuple(dict.fromkeys((torch.float32, q.dtype, *others)))
     check_dtypes({"q": q, name: x}, {"q": (q.dtype,), name: dtypes})
     if x.shape != v.shape[:3]:
-        wrong_shape(name, x, f"{list(v.shape[:3])}")
+        refuse_shape(name, x, f"{list(v.shape[:3])}")
 
 
 def check_strength(
@@ -382,7 +382,7 @@ def check_strength(
     check_dtypes({"q": q, name: x}, {"q": (q.dtype,), name: dtypes})
     if x.shape not in shapes:
         shown = dict.fromkeys(str(list(shape)) for shape in shapes)
-        wrong_shape(name, x, " or ".join(shown))
+        refuse_shape(name, x, " or ".join(shown))
 
 
 def check_sequences(
@@ -400,9 +400,9 @@ def check_sequences(
         return x.shape[0]
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         need = f"[{many} + 1] with {many} >= 1"
-        wrong_shape("cu_seqlens", cu_seqlens, need)
+        refuse_shape("cu_seqlens", cu_seqlens, need)
     if x.shape[0] != 1:
-        wrong_shape(name, x, f"{shape} because cu_seqlens is given")
+        refuse_shape(name, x, f"{shape} because cu_seqlens is given")
     return cu_seqlens.shape[0] - 1
 
 
@@ -443,7 +443,7 @@ def check_packed(
     check_tensors({name: cu_seqlens})
     check_dtypes({name: cu_seqlens}, {name: INDEX_DTYPES})
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        wrong_shape(name, cu_seqlens, "[N + 1] with N >= 1")
+        refuse_shape(name, cu_seqlens, "[N + 1] with N >= 1")
     if is_readable(cu_seqlens):
         T = x.shape[1] if total is None else total
         check_offsets(cu_seqlens.tolist(), T, name)
@@ -466,7 +466,7 @@ def check_rows(
     check_tensors({name: rows})
     check_dtypes({name: rows}, {name: INDEX_DTYPES})
     if rows.dim() != 1 or (count is not None and rows.shape[0] != count):
-        wrong_shape(name, rows, f"[{'M' if count is None else count}]")
+        refuse_shape(name, rows, f"[{'M' if count is None else count}]")
     if size is None or not is_readable(rows):
         return
     values = rows.tolist()

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fastweights.arguments import check_integers, check_tensors, wrong_shape
+from fastweights.arguments import check_integers, check_tensors, refuse_shape
 from fastweights.dtypes import upcast
 
 __all__ = [
@@ -164,7 +164,7 @@ class RandomFeatures(nn.Module):
         check_tensors({"directions": directions})
         if directions.dim() != 2 or min(directions.shape) < 1:
             need = "[R, K] with R, K >= 1"
-            wrong_shape("directions", directions, need)
+            refuse_shape("directions", directions, need)
         super().__init__()
         self.register_buffer("directions", directions)
 
@@ -173,7 +173,7 @@ class RandomFeatures(nn.Module):
         check_tensors({"x": x})
         K = self.directions.shape[1]
         if x.dim() < 1 or x.shape[-1] != K:
-            wrong_shape("x", x, f"[..., {K}], as wide as the directions")
+            refuse_shape("x", x, f"[..., {K}], as wide as the directions")
         x = upcast(x)
         return x, self.directions.to(x)
 

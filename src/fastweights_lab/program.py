@@ -63,10 +63,10 @@ def main(*words: str) -> int:
     """Run a command; without ``words``, that of the command line."""
     given = list(words) or sys.argv[1:]
     try:
-        asked = parser(given[0] if given else "").parse_args(
+        args = parser(given[0] if given else "").parse_args(
             given, argparse.Namespace(words=given)
         )
-        return asked.run(asked) or 0
+        return args.run(args) or 0
     except KeyboardInterrupt:
         return ended("stopped at once", 130)
     except BrokenPipeError:  # whoever read this has left, as head does

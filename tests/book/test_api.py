@@ -100,7 +100,7 @@ def test_an_entry_says_what_goes_in_and_out(name: str) -> None:
     if re.search("Iterator|ContextManager", returned):
         return
     assert ("Returns" in said) == (returned not in ("None", "")), returned
-    if re.search(r"\b(raise|check_\w+\(|wrong_shape)", code):
+    if re.search(r"\b(raise|check_\w+\(|refuse_shape)", code):
         assert "Raises" in said
 
 

@@ -67,7 +67,7 @@ def test_what_kernels_read_is_recorded(pattern, widest, recorded, monkeypatch):
     monkeypatch.setattr(batch, "recurrence_backend", chosen)
     m = model(pattern)
     pool = StatePool(m, 1, 16)
-    assert batch.prefills_by_kernels(m, pool) == recorded
+    assert batch.can_record_prefills(m, pool) == recorded
 
 
 @pytest.mark.parametrize("pattern", [("gated_deltanet",), ("mamba2",)])

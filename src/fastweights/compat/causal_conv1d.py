@@ -18,7 +18,7 @@ from fastweights.arguments import (
     check_shapes,
     check_tensors,
     is_readable,
-    wrong_shape,
+    refuse_shape,
 )
 from fastweights.compat.packed import document_offsets, is_first_token
 from fastweights.ops.convolution import WIDTHS, short_convolution
@@ -87,7 +87,7 @@ def causal_conv1d_fn(
     if cu_seq_lens_q is not None:
         check_packed(x.mT, cu_seq_lens_q, name="cu_seq_lens_q")
         if B != 1:
-            wrong_shape("x", x, "[1, D, T] because cu_seq_lens_q is given")
+            refuse_shape("x", x, "[1, D, T] because cu_seq_lens_q is given")
         ends = cu_seq_lens_q[1:] + (T - cu_seq_lens_q[-1])
         cu_seqlens = torch.cat([cu_seq_lens_q[:1], ends])
     elif seq_idx is not None:
@@ -149,7 +149,7 @@ def causal_conv1d_update(
     past = weight.shape[1] - 1
     if rows != [B, D] or past > L:
         need = f"[{B}, {D}, L] with L >= {past}"
-        wrong_shape("conv_state", conv_state, need)
+        refuse_shape("conv_state", conv_state, need)
     before = conv_state[..., L - past :].mT
     y, _ = _convolve(columns.mT, weight, bias, activation, before)
     both = torch.cat([conv_state, columns.to(conv_state.dtype)], -1)
@@ -163,10 +163,10 @@ def _checked_sizes(
     """B, D and T, unless an argument does not fit: then raise, by its name."""
     check_tensors({"x": x, "weight": weight})
     if x.dim() != 3:
-        wrong_shape("x", x, "[B, D, T]")
+        refuse_shape("x", x, "[B, D, T]")
     B, D, T = x.shape
     if weight.dim() != 2 or weight.shape[0] != D or not weight.shape[1]:
-        wrong_shape("weight", weight, f"[{D}, W]")
+        refuse_shape("weight", weight, f"[{D}, W]")
     check_shapes({"bias": (bias, (D,))})
     return B, D, T
 

@@ -29,7 +29,7 @@ from fastweights.arguments import (
     check_shapes,
     check_sizes,
     check_tensors,
-    wrong_shape,
+    refuse_shape,
 )
 from fastweights.compat.packed import offsets_of
 from fastweights.dtypes import compute_dtype, upcast
@@ -265,7 +265,7 @@ def _check(title: str, x: Arguments) -> None:
     dims |= {"g_gamma": 1, "beta": 3}
     for name, y in tensors.items():
         if y.dim() != dims.get(name, y.dim()):
-            wrong_shape(name, y, SHAPES[dims[name]])
+            refuse_shape(name, y, SHAPES[dims[name]])
     if "num_householder" in x:
         check_sizes(num_householder=x["num_householder"])
         B, T, *heads = x["q"].shape
@@ -282,7 +282,7 @@ def _check(title: str, x: Arguments) -> None:
         sizes = {"A_log": x["v"].shape[2:3], "dt_bias": x["g"].shape[2:]}
         for name, size in sizes.items():
             if name in given and given[name].numel() != size.numel():
-                wrong_shape(name, given[name], f"[{size.numel()}]")
+                refuse_shape(name, given[name], f"[{size.numel()}]")
     if bound is not None:
         check_number("lower_bound", bound, "< 0")
     because = "because of use_gate_in_kernel"

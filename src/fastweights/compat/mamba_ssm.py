@@ -21,7 +21,7 @@ from fastweights.arguments import (
     check_packed,
     check_shapes,
     check_tensors,
-    wrong_shape,
+    refuse_shape,
 )
 from fastweights.compat.packed import offsets_of
 from fastweights.dtypes import compute_dtype
@@ -96,11 +96,11 @@ def mamba_chunk_scan_combined(
         )
     check_tensors({"x": x, "B": B})
     if x.dim() != 4:
-        wrong_shape("x", x, "[B, T, H, P]")
+        refuse_shape("x", x, "[B, T, H, P]")
     rows, T, H, P = x.shape
     if B.dim() != 4 or B.shape[:2] != x.shape[:2] or H % max(B.shape[2], 1):
         need = f"[{rows}, {T}, G, N] with G a divisor of {H}"
-        wrong_shape("B", B, need)
+        refuse_shape("B", B, need)
     first = (rows, H, P, B.shape[3])
     check_shapes(
         {"dt": (dt, (rows, T, H)), "A": (A, (H,)), "C": (C, B.shape)}
@@ -110,7 +110,7 @@ def mamba_chunk_scan_combined(
     if D is not None:
         check_tensors({"D": D})
         if D.shape not in ((H,), (H, P)):
-            wrong_shape("D", D, f"[{H}] or [{H}, {P}]")
+            refuse_shape("D", D, f"[{H}] or [{H}, {P}]")
         D = D[:, None] if D.dim() == 1 else D
     full = compute_dtype(x.dtype)
     dt = _step_sizes(dt, dt_bias, dt_softplus, full)
@@ -184,7 +184,7 @@ def selective_state_update(
     given = {"state": state, "x": x, "dt": dt, "A": A, "B": B, "C": C}
     check_tensors(given)
     if x.dim() not in (2, 3):
-        wrong_shape("x", x, "[B, P] or [B, H, P]")
+        refuse_shape("x", x, "[B, P] or [B, H, P]")
     own, N = x.shape[1:], A.shape[-1]
     pool = x.shape[:1] if rows is None else state.shape[:1]
     check_shapes(
@@ -271,7 +271,7 @@ def selective_scan_fn(
     check_tensors({"u": u, "delta": delta, "A": A, "B": B, "C": C})
     for name, t in (("B", B), ("C", C)):
         if t.dim() not in (3, 4):
-            wrong_shape(name, t, "[B, N, T] or [B, G, N, T]")
+            refuse_shape(name, t, "[B, N, T] or [B, G, N, T]")
     full, dtype = compute_dtype(u.dtype), _common_dtype(u, B, C)
 
     def fitting(t: Any) -> Any:

@@ -15,7 +15,7 @@ from fastweights.arguments import (
     check_flags,
     check_sizes,
     check_tensors,
-    wrong_shape,
+    refuse_shape,
 )
 from fastweights.deep.chunk_layout import ChunkLayout, ChunkPart, choose_rows
 from fastweights.deep.network_arguments import (
@@ -151,7 +151,7 @@ def lact(
         raise TypeError(f"start: got {got}, need three tensors, W0, W1, W2")
     check_tensors({"start[0]": start[0]})
     if start[0].dim() != 3:
-        wrong_shape("start[0]", start[0], "[H, K, N]")
+        refuse_shape("start[0]", start[0], "[H, K, N]")
     dtype, full = q.dtype, compute_dtype(q.dtype)
     (B, T, H, K), V = q.shape, v.shape[-1]
     N = start[0].shape[-1]

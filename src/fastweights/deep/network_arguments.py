@@ -13,7 +13,7 @@ from fastweights.arguments import (
     check_shapes,
     check_tensors,
     is_readable,
-    wrong_shape,
+    refuse_shape,
 )
 from fastweights.dtypes import DTYPES, compute_dtype
 
@@ -43,19 +43,19 @@ def check_network_inputs(
     dtypes |= dict.fromkeys(rates, (compute_dtype(q.dtype), q.dtype))
     check_dtypes(tokens | counts, dtypes | dict.fromkeys(counts, INTEGERS))
     if q.dim() != 4 or any(n < 1 for n in q.shape):
-        wrong_shape("q", q, "[B, T, H, K] with B, T, H, K >= 1")
+        refuse_shape("q", q, "[B, T, H, K] with B, T, H, K >= 1")
     if k.shape != q.shape:
-        wrong_shape("k", k, f"q's, {list(q.shape)}")
+        refuse_shape("k", k, f"q's, {list(q.shape)}")
     B, T, H, _ = q.shape
     if v.dim() != 4 or v.shape[:3] != (B, T, H):
-        wrong_shape("v", v, f"[{B}, {T}, {H}, V]")
+        refuse_shape("v", v, f"[{B}, {T}, {H}, V]")
     for name, x in rates.items():
         expected = (B, T, H, matrices) if name == "rates" else (B, T, H)
         if x.shape != expected:
-            wrong_shape(name, x, f"{list(expected)}")
+            refuse_shape(name, x, f"{list(expected)}")
     for name, x in counts.items():
         if x.shape != (B,):
-            wrong_shape(name, x, f"[{B}]")
+            refuse_shape(name, x, f"[{B}]")
         if is_readable(x):
             values, limit = x.tolist(), T if name == "lengths" else math.inf
             if not all(0 <= n <= limit for n in values):

@@ -10,7 +10,7 @@ from fastweights.arguments import (
     check_dtype,
     check_number,
     check_tensors,
-    wrong_shape,
+    refuse_shape,
 )
 from fastweights.dtypes import DTYPES, compute_dtype
 
@@ -62,7 +62,7 @@ def newton_schulz(
     if G.dtype not in DTYPES:
         raise TypeError(f"G: got {G.dtype}, need one of {DTYPES}")
     if G.dim() < 2:
-        wrong_shape("G", G, "[..., K, N]")
+        refuse_shape("G", G, "[..., K, N]")
     is_list = isinstance(coefficients, tuple | list)
     if not is_list or not all(len(step) == 3 for step in coefficients):
         raise ValueError(

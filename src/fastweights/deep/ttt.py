@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.arguments import check_tensors, wrong_shape
+from fastweights.arguments import check_tensors, refuse_shape
 from fastweights.deep.chunk_layout import ChunkLayout
 from fastweights.deep.chunk_loop import LoopState, scan_chunks
 from fastweights.deep.dual_form import (
@@ -96,7 +96,7 @@ def ttt(
     check_network_inputs(q, k, v, {"rate": rate}, position, lengths)
     check_tensors({"step_scale": step_scale})
     if step_scale.dim() != 1 or len(step_scale) < 1:
-        wrong_shape("step_scale", step_scale, "[C] with C >= 1")
+        refuse_shape("step_scale", step_scale, "[C] with C >= 1")
     dtype, size = q.dtype, len(step_scale)
     full = compute_dtype(dtype)
     B, T, H, K = q.shape

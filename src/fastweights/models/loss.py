@@ -23,7 +23,7 @@ from fastweights.arguments import (
     check_packed,
     check_tensors,
     is_readable,
-    wrong_shape,
+    refuse_shape,
 )
 from fastweights.dtypes import (
     cast_for_autocast,
@@ -142,7 +142,7 @@ def check_tokens(
             f"{name}: got {tokens.dtype}, need torch.int64 or torch.int32"
         )
     if shape is not None and tokens.shape != shape:
-        wrong_shape(name, tokens, f"{list(shape)}")
+        refuse_shape(name, tokens, f"{list(shape)}")
     if not tokens.numel() or not is_readable(tokens):
         return
     if ignore_index is not None:
@@ -162,7 +162,7 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> None:
     if weight.dtype != x.dtype and not under_autocast(x):
         raise TypeError(f"weight: got {weight.dtype}, need x's, {x.dtype}")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        wrong_shape("weight", weight, f"[V, {x.shape[-1]}]")
+        refuse_shape("weight", weight, f"[V, {x.shape[-1]}]")
     check_tokens("targets", targets, len(weight), x.shape[:-1], ignored)
 
 
@@ -199,7 +199,7 @@ def next_tokens(
     """
     if not isinstance(tokens, Tensor) or tokens.dim() != 2:
         check_tensors({"tokens": tokens})
-        wrong_shape("tokens", tokens, "[B, T]")
+        refuse_shape("tokens", tokens, "[B, T]")
     T = tokens.shape[1]
     start, total = token_offset(T)
     check_packed(tokens, cu_seqlens, total=total)

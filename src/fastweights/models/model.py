@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fastweights.arguments import check_sizes, check_tensors, wrong_shape
+from fastweights.arguments import check_sizes, check_tensors, refuse_shape
 from fastweights.layers import LayerState
 from fastweights.layers.common.fused_step import (
     are_plain,
@@ -332,7 +332,7 @@ class LanguageModel(CheckedModule):
         """
         check_tokens("tokens", tokens, self.config.vocab_size)
         if tokens.dim() != 2 or not tokens.numel():
-            wrong_shape("tokens", tokens, "[B, T] with B, T >= 1")
+            refuse_shape("tokens", tokens, "[B, T] with B, T >= 1")
         if states is None:
             states = [None] * len(self.blocks)
         if not isinstance(states, Sequence):

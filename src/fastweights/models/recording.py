@@ -32,12 +32,14 @@ class Recording:
 
     Args:
         tokens_per_row: that a step reads.
-        memory: a handle of what other recordings use too, of which no two
+        graph_pool: a handle of what other recordings use too, of which no two
             run at a time; None: it has its own.
     """
 
-    def __init__(self, tokens_per_row: int = 1, memory: Any = None) -> None:
-        self.tokens_per_row, self.memory = tokens_per_row, memory
+    def __init__(
+        self, tokens_per_row: int = 1, graph_pool: Any = None
+    ) -> None:
+        self.tokens_per_row, self.graph_pool = tokens_per_row, graph_pool
         self.graph: torch.cuda.CUDAGraph | None = None
         self.room, self.warm = 0, False
 
@@ -78,7 +80,7 @@ class Recording:
         capturing = _recording_stream(current.device)
         capturing.wait_stream(current)
         with torch.cuda.stream(capturing):
-            graph.capture_begin(self.memory, "thread_local")
+            graph.capture_begin(self.graph_pool, "thread_local")
             try:
                 step(views)
             finally:  # else CUDA's random numbers stay those of a capture

@@ -31,7 +31,7 @@ from fastweights.arguments import (
     check_sequences,
     check_tensors,
     check_types_and_devices,
-    wrong_shape,
+    refuse_shape,
 )
 from fastweights.dtypes import without_autocast
 from fastweights.heads import empty_heads
@@ -158,7 +158,7 @@ def convolve_heads(
     (H, HV), (K, V) = heads, sizes
     C = 2 * H * K + HV * V
     if x.shape[2] != C:
-        wrong_shape("x", x, f"[B, T, {C}], 2 H K + HV V of heads and sizes")
+        refuse_shape("x", x, f"[B, T, {C}], 2 H K + HV V of heads and sizes")
     check_flags(normalize=normalize)
     check_number("eps", eps, "> 0")
     inputs: Any = [None if t is None else t.contiguous() for t in tensors]
@@ -224,17 +224,17 @@ def _check(
         offsets={"cu_seqlens": cu_seqlens},
     )
     if x.dim() != 3 or x.shape[0] < 1 or x.shape[2] < 1:
-        wrong_shape("x", x, "[B, T, C] with B, C >= 1")
+        refuse_shape("x", x, "[B, T, C] with B, C >= 1")
     C = x.shape[2]
     fits = weight.dim() == 2 and weight.shape[0] == C
     if not fits or weight.shape[1] not in WIDTHS:
-        wrong_shape("weight", weight, f"[{C}, W] with W one of {WIDTHS}")
+        refuse_shape("weight", weight, f"[{C}, W] with W one of {WIDTHS}")
     W = weight.shape[1]
     if bias is not None and bias.shape != (C,):
-        wrong_shape("bias", bias, f"[{C}]")
+        refuse_shape("bias", bias, f"[{C}]")
     N = check_sequences("x", x, "[1, T, C]", cu_seqlens)
     if initial_state is not None and initial_state.shape != (N, W - 1, C):
-        wrong_shape("initial_state", initial_state, f"[{N}, {W - 1}, {C}]")
+        refuse_shape("initial_state", initial_state, f"[{N}, {W - 1}, {C}]")
     if activation not in ACTIVATIONS:
         raise ValueError(
             f"activation: got {activation!r}, need one of {ACTIVATIONS}"

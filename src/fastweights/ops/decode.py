@@ -22,7 +22,7 @@ from fastweights.arguments import (
     check_tensors,
     check_values,
     is_readable,
-    wrong_shape,
+    refuse_shape,
 )
 from fastweights.dtypes import (
     cast_for_autocast,
@@ -141,7 +141,7 @@ def decode_step(
     if erase_key is not None:
         erase_key = per_value_head(erase_key, v.shape[2])
     if num_accepted is not None:
-        check_accepted("num_accepted", num_accepted, q=q)
+        check_num_accepted("num_accepted", num_accepted, q=q)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     tensors = (q, k, v, g, beta, erase_key, state, rows, num_accepted)
     if torch.compiler.is_compiling():
@@ -201,7 +201,7 @@ def narrow_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:
     return () if fp64 else NARROW_STATE_DTYPES
 
 
-def check_accepted(name: str, num_accepted: Tensor, **of: Tensor) -> None:
+def check_num_accepted(name: str, num_accepted: Tensor, **of: Tensor) -> None:
     """Raise unless it is [B], 0 to T each, for a tensor [B, T, ...].
 
     int32 or int64, and T <= 16.
@@ -217,7 +217,7 @@ def check_accepted(name: str, num_accepted: Tensor, **of: Tensor) -> None:
             f"{name}: got {T} tokens, need at most {MAX_STEP_TOKENS} with it"
         )
     if num_accepted.shape != (B,):
-        wrong_shape(name, num_accepted, f"[{B}]")
+        refuse_shape(name, num_accepted, f"[{B}]")
     if is_readable(num_accepted):
         values = num_accepted.tolist()
     if not all(0 <= n <= T for n in values):

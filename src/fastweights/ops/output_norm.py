@@ -22,7 +22,7 @@ from fastweights.arguments import (
     check_dtypes,
     check_number,
     check_tensors,
-    wrong_shape,
+    refuse_shape,
 )
 from fastweights.dtypes import DTYPES, upcast
 from fastweights.ops.common.backends import (
@@ -117,12 +117,12 @@ def _check(
     check_tensors(tensors)
     check_dtypes(tensors, dict.fromkeys(tensors, DTYPES))
     if o.dim() != 4 or o.shape[2] < 1 or o.shape[3] < 1:
-        wrong_shape("o", o, "[B, T, HV, V] with HV, V >= 1")
+        refuse_shape("o", o, "[B, T, HV, V] with HV, V >= 1")
     B, T, HV, V = o.shape
     if weight.shape not in ((V,), (HV, V)):
-        wrong_shape("weight", weight, f"[{V}] or [{HV}, {V}]")
+        refuse_shape("weight", weight, f"[{V}] or [{HV}, {V}]")
     if gate is not None and gate.shape != (B, T, HV * V):
-        wrong_shape("gate", gate, f"[{B}, {T}, {HV * V}]")
+        refuse_shape("gate", gate, f"[{B}, {T}, {HV * V}]")
     if activation not in ACTIVATIONS:
         raise ValueError(
             f"activation: got {activation!r}, need one of {ACTIVATIONS}"

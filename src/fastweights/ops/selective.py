@@ -28,7 +28,7 @@ from fastweights.arguments import (
     check_shapes,
     check_tensors,
     check_types_and_devices,
-    wrong_shape,
+    refuse_shape,
 )
 from fastweights.dtypes import (
     cast_for_autocast,
@@ -218,20 +218,20 @@ def check_scan(
         offsets={"cu_seqlens": cu_seqlens},
     )
     if x.dim() != 3 or any(n < 1 for n in x.shape):
-        wrong_shape("x", x, "[B, T, D] with B, T, D >= 1")
+        refuse_shape("x", x, "[B, T, D] with B, T, D >= 1")
     batch, T, channels = x.shape
     for name, t in (("dt", dt), ("z", z)):
         if t is not None and t.shape != x.shape:
-            wrong_shape(name, t, f"x's, {list(x.shape)}")
+            refuse_shape(name, t, f"x's, {list(x.shape)}")
     fits = A.dim() == 2 and A.shape[0] == channels
     if not fits or not 1 <= A.shape[1] <= MAX_N:
-        wrong_shape("A", A, f"[{channels}, N] with 1 <= N <= {MAX_N}")
+        refuse_shape("A", A, f"[{channels}, N] with 1 <= N <= {MAX_N}")
     N = A.shape[1]
     flat = (batch, T, N)
     G = B.shape[2] if B.dim() == 4 else 1
     if B.shape not in (flat, (batch, T, G, N)) or G < 1 or channels % G:
         need = f"{list(flat)} or [{batch}, {T}, G, {N}]"
-        wrong_shape("B", B, f"{need} with G a divisor of D = {channels}")
+        refuse_shape("B", B, f"{need} with G a divisor of D = {channels}")
     S = check_sequences("x", x, "[1, T, D]", cu_seqlens, "S")
     check_shapes(
         {
@@ -384,7 +384,7 @@ def selective_step(
     check_flags(dt_softplus=dt_softplus)
     if x.shape[1] > MAX_STEP_TOKENS:
         need = f"[B, T, D] with T <= {MAX_STEP_TOKENS}; for more tokens there "
-        wrong_shape("x", x, f"{need}is selective_scan")
+        refuse_shape("x", x, f"{need}is selective_scan")
     check_rows_of_states(x, {"state": state}, rows, tuple(A.shape))
     full = compute_dtype(x.dtype)
     u, dt, A, B, C = (t.to(full) for t in (x, dt, A, B, C))

@@ -56,12 +56,12 @@ class Batch:
         self.recordable = is_recordable(model, self.token)
         # By two answers: are all rows greedy, do all draw from all tokens?
         self.recordings: dict[tuple[bool, bool], Recording] = {}
-        self.records_prefills = self.recordable and prefills_by_kernels(
+        self.records_prefills = self.recordable and can_record_prefills(
             model, pool
         )
         # Recordings run one after the other, in the same memory.
         handle = torch.cuda.graph_pool_handle
-        self.memory = handle() if self.recordable else None
+        self.graph_pool = handle() if self.recordable else None
         # By the numbers of tokens and of sequences.
         self.prefills: dict[tuple[int, int], RecordedPrefill] = {}
 
@@ -123,7 +123,8 @@ class Batch:
         step = functools.partial(self._step, sampling)
         if self.recordable:
             recording = self.recordings.setdefault(
-                (greedy, whole_distribution), Recording(memory=self.memory)
+                (greedy, whole_distribution),
+                Recording(graph_pool=self.graph_pool),
             )
             recording(step, self.states)
         else:
@@ -159,7 +160,7 @@ class RecordedPrefill:
             x.at_unchecked(rows, 0, all_inside=True) for x in batch.pool.states
         ]
         self.pool_rows = range(batch.pool.size)
-        self.recording = Recording(memory=batch.memory)
+        self.recording = Recording(graph_pool=batch.graph_pool)
 
     def __call__(
         self, tokens: list[int], offsets: list[int], rows: list[int]
@@ -187,7 +188,7 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def prefills_by_kernels(model: LanguageModel, pool: StatePool) -> bool:
+def can_record_prefills(model: LanguageModel, pool: StatePool) -> bool:
     """Whether the model reads packed prompts without waiting for the device.
 
     The family's layers do, where kernels compute all of them. Attention,

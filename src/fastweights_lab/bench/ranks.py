@@ -147,15 +147,15 @@ def model(mesh: Any, T: int) -> Row:
     return {"error": None, **pair(step, mesh)}
 
 
-def rows(asked: argparse.Namespace, mesh: Any) -> Iterator[Row]:
+def rows(args: argparse.Namespace, mesh: Any) -> Iterator[Row]:
     """Every member at every gate, and the model."""
-    shape = SHAPE._replace(T=asked.tokens)
-    for what in asked.members:
+    shape = SHAPE._replace(T=args.tokens)
+    for what in args.members:
         row = {"tokens": shape.T, "what": what, "gate": None}
         if what == "model":
             yield row | model(mesh, shape.T)
             continue
-        for gate in asked.gates:
+        for gate in args.gates:
             yield row | {"gate": gate} | operator(mesh, what, gate, shape)
 
 
@@ -169,7 +169,7 @@ def main() -> None:
         "--tokens", type=int, default=SHAPE.T, help="of a rank"
     )
     parser.set_defaults(members=MEMBERS, gates=GATES)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     say("begins")
     # Before the group, which else takes the first GPU on every rank.
     device = None
@@ -185,17 +185,17 @@ def main() -> None:
     slowest(0.0)
     say(f"{mesh.size()} ranks talk")
     found = []
-    for row in rows(asked, mesh):
+    for row in rows(args, mesh):
         found.append(row)
         say(json.dumps(row))
     if dist.get_rank() == 0:
-        given = [x for x in sys.argv[1:] if x != str(asked.path)]
-        module = "fastweights_lab.bench.ranks", asked.path.name
+        given = [x for x in sys.argv[1:] if x != str(args.path)]
+        module = "fastweights_lab.bench.ranks", args.path.name
         start = "torchrun", "--nproc-per-node", str(mesh.size()), "-m"
         command = " ".join([*start, *module, *given])
         record = {**machine(), "ranks": mesh.size(), "command": command}
         text = json.dumps({**record, "rows": found}, indent=1)
-        asked.path.write_text(text + "\n")
+        args.path.write_text(text + "\n")
     dist.destroy_process_group()
 
 

@@ -145,16 +145,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def run(asked: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     """Run a case: each row, as it comes, to the terminal and the record.
 
     The record names no folder of this machine.
     """
-    on_cpu = asked.case == "growth"
+    on_cpu = args.case == "growth"
     if on_cpu:
         torch.set_num_threads(1)
-    given = asked.words
-    if asked.json:
+    given = args.words
+    if args.json:
         at = next(i for i, x in enumerate(given) if x.startswith("--json"))
         del given[at : at + 1 + ("=" not in given[at])]
     record: Record = {
@@ -162,17 +162,17 @@ def run(asked: argparse.Namespace) -> None:
         **machine("cpu" if on_cpu else None),
         "dtype": str(torch.float32 if on_cpu else DTYPE)[6:],
     }
-    if getattr(asked, "peer", None):
-        record["peers"] = speed.peer_versions(asked.peer)
+    if getattr(args, "peer", None):
+        record["peers"] = speed.peer_versions(args.peer)
     record["rows"] = []
-    rows, _ = CASES[asked.case]
+    rows, _ = CASES[args.case]
     ours = ("command", "words", "run", "case", "json")
-    options = {k: x for k, x in vars(asked).items() if k not in ours}
+    options = {k: x for k, x in vars(args).items() if k not in ours}
     for row in rows(**options):
         print(_line(row), flush=True)
         record["rows"].append(row)
-        if asked.json:
-            asked.json.write_text(json.dumps(record, indent=1) + "\n")
+        if args.json:
+            args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def _line(row: Row) -> str:

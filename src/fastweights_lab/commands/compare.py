@@ -53,15 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--dry", action="store_true", help="run nothing")
 
 
-def run(asked: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     """Train what is asked for and not there yet.
 
     Raises:
         ValueError: an option does not fit.
         WorkerDied: a run did.
     """
-    base = SMALL if asked.small else LARGE
-    names = KINDS if asked.names == ["all"] else asked.names
+    base = SMALL if args.small else LARGE
+    names = KINDS if args.names == ["all"] else args.names
     runs: list[Record] = []
 
     def go(wanted: list[Job]) -> None:
@@ -70,25 +70,25 @@ def run(asked: argparse.Namespace) -> None:
         left = [job for job, run in found if run is None]
         for name, seed, of in left:
             print(f"to run: {name}, seed {seed}, lr {of.lr}")
-        if asked.dry:
+        if args.dry:
             return
 
         def tell(i: int, step: int, loss: float) -> None:
             if step % 200 == 0:
                 print(f"{left[i][:2]}: {step} {loss:.3f}", flush=True)
 
-        for _, run in run_jobs(stages, left, "cpu", asked.workers, tell):
+        for _, run in run_jobs(stages, left, "cpu", args.workers, tell):
             print(_line(run), flush=True)
             runs.append(run)
-            if asked.json:
-                append(asked.json, run)
+            if args.json:
+                append(args.json, run)
 
-    check_sizes(seeds=asked.seeds, workers=asked.workers)
-    if asked.steps is not None:
-        base = replace(base, steps=asked.steps)
-    if asked.json:
-        runs += read(asked.json)
-    for lr in sorted(asked.lr):
+    check_sizes(seeds=args.seeds, workers=args.workers)
+    if args.steps is not None:
+        base = replace(base, steps=args.steps)
+    if args.json:
+        runs += read(args.json)
+    for lr in sorted(args.lr):
         go(
             [
                 (variant, 0, replace(base, lr=lr))
@@ -101,7 +101,7 @@ def run(asked: argparse.Namespace) -> None:
     go(
         [
             (variant, seed, replace(base, lr=lr))
-            for seed in range(1, asked.seeds)
+            for seed in range(1, args.seeds)
             for variant, lr in filter(None, best)
         ]
     )

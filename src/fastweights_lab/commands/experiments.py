@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def chosen_grid(name: str, asked: argparse.Namespace) -> Grid:
+def chosen_grid(name: str, args: argparse.Namespace) -> Grid:
     """An experiment's grid as the options change it.
 
     Raises:
@@ -83,37 +83,37 @@ def chosen_grid(name: str, asked: argparse.Namespace) -> Grid:
             f"name: got {name!r}, need one of {', '.join(EXPERIMENTS)}"
         )
     grid = EXPERIMENTS[name]
-    if asked.quick:
+    if args.quick:
         grid = grid.quickly()
-    if asked.only:
-        of_all = EXPERIMENTS[name].only(tuple(asked.only))
+    if args.only:
+        of_all = EXPERIMENTS[name].only(tuple(args.only))
         grid = replace(grid, variants=of_all.variants)
-    if asked.seeds:
-        grid = replace(grid, seeds=tuple(asked.seeds))
-    if asked.lrs:
-        grid = replace(grid, lrs=tuple(asked.lrs))
-    if asked.steps is not None:
-        grid = replace(grid, settings={**grid.settings, "steps": asked.steps})
+    if args.seeds:
+        grid = replace(grid, seeds=tuple(args.seeds))
+    if args.lrs:
+        grid = replace(grid, lrs=tuple(args.lrs))
+    if args.steps is not None:
+        grid = replace(grid, settings={**grid.settings, "steps": args.steps})
     return grid
 
 
 def run_missing(
-    trials: Sequence[Trial], asked: argparse.Namespace, device: torch.device
+    trials: Sequence[Trial], args: argparse.Namespace, device: torch.device
 ) -> None:
     """Run those that the folder does not hold yet, and show how far it is."""
     cores = os.cpu_count() or 1
     most = min(cores, 8) if device.type == "cuda" else cores
-    workers = most if asked.workers is None else asked.workers
-    check_sizes(workers=workers, streams=asked.streams)
+    workers = most if args.workers is None else args.workers
+    check_sizes(workers=workers, streams=args.streams)
     names = dict.fromkeys(trial.experiment for trial in trials)
-    there = [run for name in names for run in read(_file(asked.out, name))]
+    there = [run for name in names for run in read(_file(args.out, name))]
     pairs = zip(trials, matched(trials, there), strict=True)
     left = [trial for trial, run in pairs if run is None]
     done = [0] * len(left)
     steps = sum(trial.steps for trial in left)
     progress = Progress(steps)
     progress.say(
-        f"{asked.out}: {len(trials) - len(left)} runs, {len(left)} to go"
+        f"{args.out}: {len(trials) - len(left)} runs, {len(left)} to go"
     )
     start = shown = time.monotonic()
 
@@ -127,9 +127,9 @@ def run_missing(
         text = f"{_name(left[i])}: {accuracy:.3f}, {minutes:.0f} min to go"
         progress.show(sum(done), text)
 
-    runs = run_jobs(stages, left, str(device), workers, tell, asked.streams)
+    runs = run_jobs(stages, left, str(device), workers, tell, args.streams)
     for i, run in runs:
-        append(_file(asked.out, left[i].experiment), run)
+        append(_file(args.out, left[i].experiment), run)
         found = f"{run['validation']:.3f} in {run['seconds']:.0f} s"
         progress.say(f"{_name(left[i])}: {found}")
 
@@ -178,32 +178,32 @@ def _name(trial: Trial) -> str:
     return f"{which}, lr {trial.lr:g}, seed {trial.seed}"
 
 
-def run(asked: argparse.Namespace) -> int | None:
+def run(args: argparse.Namespace) -> int | None:
     """Run what is asked for: 130 for Ctrl-C.
 
     Raises:
         ValueError: an option does not fit.
         WorkerDied: a run did.
     """
-    if asked.record is not None:
-        for name in asked.names:
-            chosen_grid(name, asked)
-        record(asked.names or [*EXPERIMENTS], asked.out, asked.record)
+    if args.record is not None:
+        for name in args.names:
+            chosen_grid(name, args)
+        record(args.names or [*EXPERIMENTS], args.out, args.record)
         return None
-    if not asked.names:
+    if not args.names:
         for name, grid in EXPERIMENTS.items():
             print(f"{name:20} {len(grid.trials(name)):3} runs  {grid.about}")
         return None
-    on = chosen_device(asked.device)
-    grids = {name: chosen_grid(name, asked) for name in asked.names}
+    on = chosen_device(args.device)
+    grids = {name: chosen_grid(name, args) for name in args.names}
     trials = {name: grid.trials(name) for name, grid in grids.items()}
     try:
-        if not asked.dry:
-            run_missing([*chain.from_iterable(trials.values())], asked, on)
+        if not args.dry:
+            run_missing([*chain.from_iterable(trials.values())], args, on)
     except KeyboardInterrupt:
         return ended("stopped; the same command goes on from here", 130)
     for name, some in trials.items():
-        there = read(_file(asked.out, name))
+        there = read(_file(args.out, name))
         runs = [run for run in matched(some, there) if run]
         print(f"{name}: {grids[name].about}")
         print(f"{len(runs)} of {len(some)} runs\n{summary(runs)}\n")

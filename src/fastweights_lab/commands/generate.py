@@ -42,39 +42,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", help="cpu, cuda, ..; cuda if it is there")
 
 
-def run(asked: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Write what a model makes of the prompt: 0, or 130 for Ctrl-C.
 
     Raises:
         FileNotFoundError: there is no model in the folder.
         ValueError: an option does not fit, or model and tokenizer.
     """
-    if asked.stop == "":
+    if args.stop == "":
         raise ValueError("stop: got '', need some text")
-    device = chosen_device(asked.device)
-    model = load(asked.folder, device=device)
-    tokenizer = tokenizer_of(asked.folder)
+    device = chosen_device(args.device)
+    model = load(args.folder, device=device)
+    tokenizer = tokenizer_of(args.folder)
     if tokenizer.vocabulary > model.config.vocab_size:
         raise ValueError(
             f"folder: got a model of {model.config.vocab_size} tokens, need "
             f"the {tokenizer.vocabulary} of its tokenizer or more"
         )
-    prompt = asked.prompt
+    prompt = args.prompt
     text = sys.stdin.buffer.read() if prompt is None else os.fsencode(prompt)
     start = torch.tensor([tokenizer.separator])
     tokens = stream(
         model,
         torch.cat([start, tokenizer.encode(text)]),
-        asked.max_new_tokens,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        generator=torch.Generator(device).manual_seed(asked.seed),
+        args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        generator=torch.Generator(device).manual_seed(args.seed),
         stop=tokenizer.separator,
     )
     found = pieces(tokenizer, (int(token) for token in tokens))
     status = 0
     try:
-        for piece in found if asked.stop is None else until(asked.stop, found):
+        for piece in found if args.stop is None else until(args.stop, found):
             print(piece, end="", flush=True)
     except KeyboardInterrupt:
         status = 130

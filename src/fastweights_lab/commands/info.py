@@ -32,13 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(asked: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     """Print what is here.
 
     Raises:
         ValueError: there is no such device.
     """
-    device = chosen_device(asked.device)
+    device = chosen_device(args.device)
     here = machine(device)
     del here["date"]
     for name, value in here.items():

@@ -191,11 +191,11 @@ def as_pattern(text: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def chosen_settings(asked: argparse.Namespace) -> tuple[Settings, Path | None]:
+def chosen_settings(args: argparse.Namespace) -> tuple[Settings, Path | None]:
     """The settings asked for, and the checkpoint that they go on from."""
     names = Settings.__dataclass_fields__
-    given = {name: x for name, x in vars(asked).items() if name in names}
-    folder = asked.resume
+    given = {name: x for name, x in vars(args).items() if name in names}
+    folder = args.resume
     if folder is None:
         settings = Settings(**given)
         path = Path(settings.out) / CHECKPOINT
@@ -254,10 +254,10 @@ def ctrl_c() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def run(asked: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Train as asked: 0, 1 where it broke off, 2 for what does not fit."""
     safetensors()  # which would be missed at the end
-    settings, path = chosen_settings(asked)
+    settings, path = chosen_settings(args)
     with process_group(settings.device):
         return run_in_group(settings, path)
 

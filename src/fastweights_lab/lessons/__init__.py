@@ -9,7 +9,7 @@ from fastweights.arguments import (
     MAX_K,
     RecurrenceOperands,
     check_recurrence_arguments,
-    wrong_shape,
+    refuse_shape,
 )
 
 
@@ -28,7 +28,7 @@ def check_inputs(
             "q: got torch.float64, need torch.float32, float16 or bfloat16"
         )
     if isinstance(q, Tensor) and q.dim() == 4 and q.shape[3] > MAX_K:
-        wrong_shape("q", q, f"[B, T, H, K] with K <= {MAX_K}")
+        refuse_shape("q", q, f"[B, T, H, K] with K <= {MAX_K}")
     operands = RecurrenceOperands(q, k, v, None, beta, None, initial_state)
     check_recurrence_arguments(operands, scale=scale, chunk_size=chunk_size)
     if chunk_size is None:

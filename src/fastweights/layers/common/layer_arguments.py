@@ -13,7 +13,7 @@ from fastweights.arguments import (
     check_packed,
     check_rows,
     check_tensors,
-    wrong_shape,
+    refuse_shape,
 )
 from fastweights.dtypes import DTYPES, compute_dtype, under_autocast
 from fastweights.layers.common.plain_modules import is_plain_product
@@ -22,7 +22,7 @@ from fastweights.layers.common.state import (
     Offsets,
     leave_inference,
 )
-from fastweights.ops.decode import NARROW_STATE_DTYPES, check_accepted
+from fastweights.ops.decode import NARROW_STATE_DTYPES, check_num_accepted
 from fastweights.ranks.group import current_ranks, token_offset
 from fastweights.torch_internals import is_traced
 
@@ -121,11 +121,11 @@ def check_input(
             f"x: got {x.dtype}, need the layer's, {out.weight.dtype}"
         )
     if x.dim() != 3 or x.shape[-1] != dim or any(n < 1 for n in x.shape):
-        wrong_shape("x", x, f"[B, T, {dim}] with B, T >= 1")
+        refuse_shape("x", x, f"[B, T, {dim}] with B, T >= 1")
     rows = x.shape[0]
     if cu_seqlens is not None:
         if rows != 1:
-            wrong_shape("x", x, f"[1, T, {dim}] because cu_seqlens is given")
+            refuse_shape("x", x, f"[1, T, {dim}] because cu_seqlens is given")
         check_packed(x, cu_seqlens, total=token_offset(x.shape[1])[1])
         if cu_seqlens.device != x.device:
             raise ValueError(
@@ -167,7 +167,7 @@ def _check_state(
                 "state: got num_accepted, of tokens to take in, need "
                 f"{'no cu_seqlens' if packed else 'torch.no_grad()'} for it"
             )
-        check_accepted("state: num_accepted", state.num_accepted, x=x)
+        check_num_accepted("state: num_accepted", state.num_accepted, x=x)
     tensors = state.tensors()
     shapes: dict[str, tuple[int, ...]] = {}
     if not is_traced() and layer.can_be_remade:
