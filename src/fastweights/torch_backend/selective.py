@@ -80,8 +80,8 @@ def chunk_backward(
     scan_by_pairs_(a[:, 2:], dhs, reverse=True)
     dh = a[:, 1] * dhs[:, 0]
 
-    dC = answers(hs[:, 1:], dy)
-    dB = answers(dhs, w)
+    dC = states_along(hs[:, 1:], dy)
+    dB = states_along(dhs, w)
     dw = read(dhs, B)
     dg = dhs.mul_(a[:, 1:-1]).mul_(hs[:, :-1])  # the gradient of dt A
     dx, ddt = dw * dt, dw * x + (dg * A).sum(-2)
@@ -89,7 +89,7 @@ def chunk_backward(
     return dx, ddt, dA, dB, dC, dh
 
 
-def answers(h: Float[Tensor, "Bt L G N P"], w: Channels) -> Shared:
+def states_along(h: Float[Tensor, "Bt L G N P"], w: Channels) -> Shared:
     """h w, for every token: of each row of the state, its part along w."""
     return torch.einsum("...np,...p->...n", h, w)
 

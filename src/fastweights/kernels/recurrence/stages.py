@@ -59,7 +59,7 @@ CallTensors = namedtuple(
 # Each group that travels together is one argument of a kernel. What a launch
 # does not have, or is not to write, is None. Operands inside of chunks (e:
 # the erase_key):
-Inputs = namedtuple("Inputs", "q k g beta e")
+IntraInputs = namedtuple("IntraInputs", "q k g beta e")
 # Queries and keys as a scan reads them: decayed where channels have gates.
 ScanQK = namedtuple("ScanQK", "q_in k_in k_out")
 # How each chunk decays: README.md has the shapes.
@@ -70,8 +70,8 @@ Scores = namedtuple("Scores", "Aqk R", defaults=(None, None))
 Call = namedtuple("Call", "cu_seqlens scale T N L")
 # What enters a scan, and what it writes.
 ScanStates = namedtuple("ScanStates", "initial_state border_states maps")
-Outputs = namedtuple(
-    "Outputs", "o state h u", defaults=(None, None, None, None)
+ScanOutputs = namedtuple(
+    "ScanOutputs", "o state h u", defaults=(None, None, None, None)
 )
 # What enters a scan back, and what it writes.
 OutputGrads = namedtuple("OutputGrads", "do dstate")
@@ -168,7 +168,9 @@ class TensorSpecs:
         G = spec("G", "slots", scores, torch.float64, head)
         row_out = spec("row_out", "slots", scores, fp32, head)
         map_bound = spec("map_bound", "slots", (HV,), fp32, head and delta)
-        self.inputs = Inputs(self.q, self.k, self.g, self.beta, self.erase_key)
+        self.inputs = IntraInputs(
+            self.q, self.k, self.g, self.beta, self.erase_key
+        )
         k_in = k_in or self.erase_key or self.k
         self.qk = ScanQK(q_in or self.q, k_in, k_out or self.k)
         rows = row_in, row_out, row_beta
@@ -282,7 +284,7 @@ def forward_schedule(
         meta = meta_of("segment_maps", kind)
         tiles = meta.NV + (meta.NM if kind.delta else 0)
         states = ScanStates(x.initial_state, x.border_states, x.maps)
-        outputs = Outputs(state=x.state)
+        outputs = ScanOutputs(state=x.state)
         groups = x.qk, x.v, x.decays, Scores(R=x.R), states, outputs
         programs = RuntimeNumber("borders", HV * tiles)
         builder.add("segment_maps", scan_fwd_kernel, programs, *groups)
@@ -293,7 +295,7 @@ def forward_schedule(
             builder.add_arriving("add_arriving", passing)
     border_states = x.border_states if segmented else None
     states = ScanStates(x.initial_state, border_states, None)
-    outputs = Outputs(o=x.o, state=x.state)
+    outputs = ScanOutputs(o=x.o, state=x.state)
     groups = x.qk, x.v, x.decays, scores, states, outputs
     builder.add_tiles("scan", scan_fwd_kernel, "segments", *groups)
     return builder.schedule(x.o, x.state)
@@ -329,7 +331,7 @@ def backward_schedule(
     # Needs nothing of other ranks, and runs while they are asked.
     border_states = x.border_states if segmented else None
     states = ScanStates(x.initial_state, border_states, None)
-    outputs = Outputs(h=x.h, u=x.u)
+    outputs = ScanOutputs(h=x.h, u=x.u)
     groups = x.qk, x.v, x.decays, Scores(R=x.R), states, outputs
     builder.add_tiles("chunk_states", scan_fwd_kernel, "segments", *groups)
     if kind.on_ranks:
