@@ -77,7 +77,7 @@ def test_values_are_not_read_where_they_are_traced():
 
 @pytest.fixture
 def checked(monkeypatch):
-    monkeypatch.setattr(arguments, "CHECKED", True)
+    monkeypatch.setattr(arguments, "CHECKS_VALUES", True)
 
 
 def inputs(gate="head", **sizes):
@@ -152,7 +152,7 @@ def test_what_has_no_values_passes():
 def test_values_that_fit_pass_and_change_nothing(monkeypatch):
     x = inputs("channel")
     expected = fw.linear_recurrence(**x)
-    monkeypatch.setattr(arguments, "CHECKED", True)
+    monkeypatch.setattr(arguments, "CHECKS_VALUES", True)
     for got, ref in zip(fw.linear_recurrence(**x), expected, strict=True):
         assert got.equal(ref)
 
@@ -169,7 +169,7 @@ def test_the_environment_decides(value, checked, monkeypatch):
     x["g"].fill_(0.1)
     try:
         importlib.reload(arguments)
-        assert checked == arguments.CHECKED
+        assert checked == arguments.CHECKS_VALUES
         if checked:
             with pytest.raises(ValueError, match=r"^g: got 0\.1"):
                 fw.linear_recurrence(**x)

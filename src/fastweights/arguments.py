@@ -19,7 +19,7 @@ from torch import Tensor
 from fastweights import torch_internals
 from fastweights.dtypes import DTYPES, compute_dtype
 
-MAX_K = 256  # of the kernels
+MAX_KERNEL_K = 256  # of the family's kernels
 CHUNK_SIZES = (16, 32, 64)
 DEFAULT_CHUNK_SIZE = 64  # where the caller leaves that open
 
@@ -27,7 +27,7 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
-CHECKED = os.environ.get("FASTWEIGHTS_CHECK", "0") not in ("", "0")
+CHECKS_VALUES = os.environ.get("FASTWEIGHTS_CHECK", "0") not in ("", "0")
 """Whether values are looked at."""
 
 
@@ -499,7 +499,7 @@ def check_values(
     The arguments have passed check_recurrence_arguments; ``state_name`` is
     what the caller calls ``initial_state``.
     """
-    if not CHECKED:
+    if not CHECKS_VALUES:
         return
     _, k, v, g, beta, *_, cu_seqlens = operands
     tensors = operands.differentiable(state_name)

@@ -13,7 +13,7 @@ from support.refused import refused
 import fastweights as fw
 from fastweights import feature_maps
 from fastweights.checks import relative_error
-from fastweights.ops.members import ARGS, shape_of
+from fastweights.ops.members import ARGUMENT_DOCS, shape_of
 from fastweights.reference import steps
 
 B, T, H, K, V = 2, 21, 2, 5, 4
@@ -67,8 +67,13 @@ def test_help_says_how_to_call_a_member(name):
     if name in ("gated_deltanet", "kda"):  # also where only source is read
         said = inspect.getdoc(inspect.unwrap(function))
         _, _, own = said.partition("Args:\n")
-        shapes = {x: p.annotation for x, p in given.items() if x in ARGS}
-        lines = [f"    {x}: {shape_of(p)}{ARGS[x]}" for x, p in shapes.items()]
+        shapes = {
+            x: p.annotation for x, p in given.items() if x in ARGUMENT_DOCS
+        }
+        lines = [
+            f"    {x}: {shape_of(p)}{ARGUMENT_DOCS[x]}"
+            for x, p in shapes.items()
+        ]
         assert own.splitlines() == lines
     assert "    scale: factor on o; K**-0.5 if None" in text
     scale = 1.0 if name == "mamba2" else None

@@ -102,7 +102,7 @@ def test_rows_computed_apart_are_the_rows_computed_together(
     x = small(member, 5, 70, 2, 8)
     results = []
     for entries in (1, 2**20):
-        monkeypatch.setattr(torch_recurrence, "IN_CACHE", entries)
+        monkeypatch.setattr(torch_recurrence, "SCORES_IN_CACHE", entries)
         leaves = {n: t.double().requires_grad_() for n, t in x.items()}
         o, state = getattr(fw, member)(**leaves)
         loss = o.square().sum() + state.sum()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastweights.arguments import (
+    INDEX_DTYPES,
     check_dtypes,
     check_shapes,
     check_tensors,
@@ -16,8 +17,6 @@ from fastweights.arguments import (
     refuse_shape,
 )
 from fastweights.dtypes import DTYPES, compute_dtype
-
-INTEGERS = (torch.int32, torch.int64)
 
 
 def check_network_inputs(
@@ -41,7 +40,7 @@ def check_network_inputs(
     dtypes: dict[str, tuple[torch.dtype, ...]] = {"q": DTYPES}
     dtypes |= dict.fromkeys(("k", "v"), (q.dtype,))
     dtypes |= dict.fromkeys(rates, (compute_dtype(q.dtype), q.dtype))
-    check_dtypes(tokens | counts, dtypes | dict.fromkeys(counts, INTEGERS))
+    check_dtypes(tokens | counts, dtypes | dict.fromkeys(counts, INDEX_DTYPES))
     if q.dim() != 4 or any(n < 1 for n in q.shape):
         refuse_shape("q", q, "[B, T, H, K] with B, T, H, K >= 1")
     if k.shape != q.shape:

@@ -37,7 +37,7 @@ from fastweights.kernels.tail import clear_tail
 from fastweights.packing import num_sequences
 
 FP32 = torch.float32
-LONG = 256  # tokens in a chunk of the backward, where there are many
+LONG_CHUNK = 256  # tokens in a chunk of the backward, where there are many
 
 
 def convolution_options(
@@ -52,7 +52,7 @@ def convolution_options(
     """
     BK = triton.next_power_of_2(max(K, 1))
     BV = min(max(128, BK), triton.next_power_of_2(C - 2 * H * K))
-    BT = LONG if back and rows >= 16 * LONG else 64
+    BT = LONG_CHUNK if back and rows >= 16 * LONG_CHUNK else 64
     settings = {"num_warps": max(BK, BV, 128) // 128, "num_stages": 1}
     settings |= {"maxnreg": 128} if lean else {}
     return {"BT": BT, "BK": BK, "BV": BV}, settings

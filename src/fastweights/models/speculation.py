@@ -50,7 +50,7 @@ Text = list[int]
 
 
 @dataclass
-class Row:
+class Continuation:
     """A prompt, and what has been drawn after it.
 
     Args:
@@ -137,7 +137,7 @@ class Reader:
         self,
         model: LanguageModel,
         states: LayerStates,
-        rows: list[Row],
+        rows: list[Continuation],
         sampling: Sampling,
     ) -> None:
         self.model, self.states, self.rows = model, states, rows
@@ -207,7 +207,10 @@ class Reader:
 
 
 def make_proposer(
-    draft: Draft, model: LanguageModel, rows: list[Row], sampling: Sampling
+    draft: Draft,
+    model: LanguageModel,
+    rows: list[Continuation],
+    sampling: Sampling,
 ) -> Callable[[], list[Text]]:
     """A function that drafts MAX_DRAFTS tokens at most behind each text."""
     V = model.config.vocab_size

@@ -57,14 +57,14 @@ def stream(
     sampling = _sampling_of(len(rows), temperature, top_p, generator, device)
     if draft is not None and max_new_tokens:
         from fastweights.models.speculation import (
+            Continuation,
             Reader,
-            Row,
             make_proposer,
             speculate,
         )
 
         texts = [
-            Row(row.tolist(), len(row), max_new_tokens, stop_tokens)
+            Continuation(row.tolist(), len(row), max_new_tokens, stop_tokens)
             for row in rows
         ]
         propose = make_proposer(draft, model, texts, sampling)

@@ -28,7 +28,7 @@ from fastweights.models.transformers_config import (
     fields_for_transformers,
 )
 
-ENDS = {
+OUTER_NAMES = {
     "embedding": "model.embed_tokens",
     "norm": "model.norm",
     "head": "lm_head",
@@ -50,7 +50,7 @@ ATTENTION = {
     "layer.k_norm": "self_attn.k_norm",
     "layer.o_proj": "self_attn.o_proj",
 }
-NAMES = {
+BLOCK_NAMES = {
     "olmo_hybrid": {
         "gated_deltanet": DELTANET
         | {
@@ -173,12 +173,13 @@ def pairs(
         theirs[q_proj], theirs[q_proj.replace("q_proj", "g_proj")] = both
     for key, x in ours.items():
         stem = key.removesuffix(".weight")
-        if stem in ENDS:
-            parts = [ENDS[stem]]
+        if stem in OUTER_NAMES:
+            parts = [OUTER_NAMES[stem]]
         else:
             _, i, stem = stem.split(".", 2)
-            names = NAMES[name][config.layer_types[int(i)]].get(stem, stem)
-            parts = [f"model.layers.{i}.{part}" for part in names.split()]
+            names = BLOCK_NAMES[name][config.layer_types[int(i)]]
+            names_there = names.get(stem, stem).split()
+            parts = [f"model.layers.{i}.{part}" for part in names_there]
         weight = ".weight" if key.endswith(".weight") else ""
         keys = [part + weight for part in parts]
         if lacks := [part for part in keys if part not in theirs]:

@@ -67,14 +67,14 @@ class Options(WithoutScale, total=False):
     scale: float | None
 
 
-ARGS = {
+ARGUMENT_DOCS = {
     "q": ", of one dtype with k and v.",
     "k": ".",
     "v": "; HV is a multiple of H.",
     "g": " natural log of the decay, <= 0, in fp32 or q's dtype.",
     "beta": " write strength, in fp32 or q's dtype.",
 }
-SHARED = """\
+SHARED_DOCS = """\
     scale: factor on o; K**-0.5 if None.
     initial_state, cu_seqlens, chunk_size, backend: as in
         :func:`fastweights.linear_recurrence`.
@@ -99,7 +99,7 @@ def member(function: Member) -> Member:
     """Name what is behind ``options``: to help(), and where one is unknown.
 
     Arguments that its docstring does not have under Args are described as in
-    ARGS, and those of all members as in SHARED.
+    ARGUMENT_DOCS, and those of all members as in SHARED_DOCS.
     """
     known = inspect.signature(linear_recurrence, eval_str=True).parameters
     signature = inspect.signature(function, eval_str=True)
@@ -118,16 +118,16 @@ def member(function: Member) -> Member:
         "\n\nArgs:\n"
     )
     lines = [
-        f"    {name}: {shape_of(annotation)}{ARGS[name]}"
+        f"    {name}: {shape_of(annotation)}{ARGUMENT_DOCS[name]}"
         for name, annotation in annotations.items()
-        if name in ARGS and f"    {name}: " not in args
+        if name in ARGUMENT_DOCS and f"    {name}: " not in args
     ]
     lines += [args] if args else []
     positional = [
         x.name for x in parameters if x.kind == x.POSITIONAL_OR_KEYWORD
     ]
     example = f"    o, state = fw.{title}({', '.join(positional)})"
-    parts = [summary, "", example, "", "Args:", *lines, SHARED]
+    parts = [summary, "", example, "", "Args:", *lines, SHARED_DOCS]
     checked_call.__doc__ = "\n".join(parts)
     signature = signature.replace(parameters=parameters)
     checked_call.__signature__ = signature  # type: ignore

@@ -22,7 +22,7 @@ from fastweights.models.sampling import Sampling, draw_tokens
 from fastweights.ops.common.backends import recurrence_backend
 from fastweights.serving.request import Request
 
-BLOCK = 512
+KEYS_PER_BLOCK = 512
 """Keys that attention adds up at a time: it is given whole blocks of them."""
 
 MIN_RECORDED_PREFILL = 256
@@ -111,7 +111,8 @@ class Batch:
         """
         used = max(self.pool.tokens_read[x.row] for x in requests)
         # No matter whose text is the longest.
-        room = min(-(-(used + 1) // BLOCK) * BLOCK, self.pool.capacity)
+        blocks = -(-(used + 1) // KEYS_PER_BLOCK)
+        room = min(blocks * KEYS_PER_BLOCK, self.pool.capacity)
         for state in self.states:
             if state is not None:
                 state.num_keys = room - 1

@@ -30,7 +30,7 @@ from fastweights.reference.chunkwise_backward import chunkwise_backward
 from fastweights.reference.steps import recurrence, scan
 from fastweights.torch_backend.decode import advance, expand_inputs
 
-IN_CACHE = 2**17  # entries of score matrices that one core works on at once
+SCORES_IN_CACHE = 2**17  # numbers, that one core works on at once
 
 
 def pieces(
@@ -42,7 +42,7 @@ def pieces(
     ``invariant``, each sequence is alone. No chunk is longer than them.
     """
     (B, T, HV), C = v.shape[:3], options.chunk_size
-    room = max(1, torch.get_num_threads() * IN_CACHE // HV)
+    room = max(1, torch.get_num_threads() * SCORES_IN_CACHE // HV)
     if options.invariant:
         room = 0
     if cu_seqlens is not None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastweights.arguments import (
-    MAX_K,
+    MAX_KERNEL_K,
     RecurrenceOperands,
     check_recurrence_arguments,
     refuse_shape,
@@ -27,8 +27,8 @@ def check_inputs(
         raise TypeError(
             "q: got torch.float64, need torch.float32, float16 or bfloat16"
         )
-    if isinstance(q, Tensor) and q.dim() == 4 and q.shape[3] > MAX_K:
-        refuse_shape("q", q, f"[B, T, H, K] with K <= {MAX_K}")
+    if isinstance(q, Tensor) and q.dim() == 4 and q.shape[3] > MAX_KERNEL_K:
+        refuse_shape("q", q, f"[B, T, H, K] with K <= {MAX_KERNEL_K}")
     operands = RecurrenceOperands(q, k, v, None, beta, None, initial_state)
     check_recurrence_arguments(operands, scale=scale, chunk_size=chunk_size)
     if chunk_size is None:

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fastweights import torch_internals
-from fastweights.arguments import MAX_K, TENSOR_TYPES
+from fastweights.arguments import MAX_KERNEL_K, TENSOR_TYPES
 from fastweights.dtypes import under_autocast
 from fastweights.layers.common import fused_step_in_torch as in_torch
 from fastweights.layers.common.convolution import ShortConvolution
@@ -189,7 +189,7 @@ def fused_layer_step(
         taps is None
         or layer.norm.center
         or len(layer.norm.weight) != V
-        or K > MAX_K
+        or K > MAX_KERNEL_K
         or not is_plain_layer(
             layer, layer_class, x, [*parts, layer.decay, *modules]
         )

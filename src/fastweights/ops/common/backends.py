@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastweights import torch_internals
-from fastweights.arguments import MAX_K
+from fastweights.arguments import MAX_KERNEL_K
 
 Backend = Literal["auto", "triton", "torch", "loop"]
 BACKENDS = get_args(Backend)
@@ -61,11 +61,11 @@ def choose_backend(
 
 
 def recurrence_backend(backend: str, q: Tensor) -> str:
-    """The backend that runs on q [.., K]: the kernels' K is at most MAX_K."""
+    """The backend that runs on q [.., K]: kernels have K <= MAX_KERNEL_K."""
     chosen, K = choose_backend(backend, q.device, q.dtype), q.shape[-1]
-    if chosen != "triton" or K <= MAX_K:
+    if chosen != "triton" or K <= MAX_KERNEL_K:
         return chosen
-    return _triton_unless(f"K <= {MAX_K}, not {K}", backend)
+    return _triton_unless(f"K <= {MAX_KERNEL_K}, not {K}", backend)
 
 
 @torch_internals.constant_in_graphs
