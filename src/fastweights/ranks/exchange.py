@@ -52,7 +52,7 @@ class Exchange:
         if cu_seqlens is not None:
             self.shard = shard_of(ranks, q, self.T, cu_seqlens)
         equal = len(set(ranks.counts(self.T))) == 1
-        self.in_turn = invariant and equal and cu_seqlens is None
+        self.composes_in_turn = invariant and equal and cu_seqlens is None
 
     @property
     def cu_seqlens(self) -> Tensor | None:
@@ -75,7 +75,7 @@ class Exchange:
     ) -> None:
         """Set ``entering`` to the states that enter this rank's sequences."""
         entering, size, s = passing.entering, self.ranks.size, self.shard
-        if self.in_turn:
+        if self.composes_in_turn:
             first = self.ranks.gather(entering)[0]
             order = range(size)
             self.last = self.compose_all(passing, launches, first, order)
@@ -102,7 +102,7 @@ class Exchange:
     ) -> None:
         """Set ``entering`` to the gradient of the states that leave them."""
         entering, size, s = passing.entering, self.ranks.size, self.shard
-        if self.in_turn:
+        if self.composes_in_turn:
             grad = torch.zeros_like(entering)
             if self.dstate is not None:
                 grad = self.ranks.gather(self.dstate).double().sum(0).to(grad)

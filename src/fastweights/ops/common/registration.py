@@ -100,13 +100,13 @@ class Operator:
         if alternative is not None:
             self.who_has = f'only backend="{alternative}" has'
         self.functions = forward, backward
-        self.names, outputs = (
+        self.input_names, outputs = (
             [x.split()[-1] for x in text.split(", ")]
             for text in (inputs, results)
         )
         self.num_shown, self.num_kept = len(outputs) - num_hidden, num_kept
-        has_offsets = "cu_seqlens" in self.names
-        self.num_differentiable = len(self.names) - has_offsets
+        has_offsets = "cu_seqlens" in self.input_names
+        self.num_differentiable = len(self.input_names) - has_offsets
         grads = [f"Tensor? d{name}" for name in outputs[: self.num_shown]]
         saved = ["Tensor[] saved"] if num_kept else []
         back = ", ".join([*grads, inputs, *saved, options])
@@ -115,38 +115,38 @@ class Operator:
         self.forward = register(schema, forward, fake, *gradient)
         schema = f"{name}_backward({back}) -> Tensor[] grads"
         self.backward = register(
-            schema, backward, self.fake_backward, self.refuse
+            schema, backward, self.fake_backward, self.refuse_second_gradient
         )
         packets = self.forward.overloadpacket, self.backward.overloadpacket
         FORMULAS.update(zip(packets, flops, strict=False))
         register_flop_formulas()
 
     def __call__(self, *arguments: Any) -> Any:
-        inputs = arguments[: len(self.names)]
+        inputs = arguments[: len(self.input_names)]
         if torch.compiler.is_compiling():
-            return self.results(self.forward(*arguments))
+            return self.shown_results(self.forward(*arguments))
         if torch_internals.under_transform():
             self.refuse_transforms(*inputs)
         operator = skip_dispatcher(self.forward, self.functions[0], inputs)
         # A trace takes the operator's own gradient.
         if needs_gradient(*inputs) and not torch.jit.is_tracing():
-            for name, x in zip(self.names, inputs, strict=True):
+            for name, x in zip(self.input_names, inputs, strict=True):
                 if x is not None and x.is_inference():
                     raise ValueError(
                         f"{name}: got a tensor made in torch.inference_mode, "
                         "need its clone(), since a gradient is asked for"
                     )
             return OperatorFunction.apply(self, operator, *arguments)
-        return self.results(operator(*arguments))
+        return self.shown_results(operator(*arguments))
 
-    def results(self, output: Any) -> Any:
+    def shown_results(self, output: Any) -> Any:
         """What a caller sees of the results; a single one is no tuple."""
         return (
             output[: self.num_shown] if isinstance(output, tuple) else output
         )
 
     def save(self, ctx: Any, inputs: tuple, output: Any) -> None:
-        n = len(self.names)
+        n = len(self.input_names)
         kept = output[len(output) - self.num_kept :] if self.num_kept else ()
         saved = [[x] if isinstance(x, Tensor) else x for x in kept]
         ctx.save_for_backward(*inputs[:n], *itertools.chain(*saved))
@@ -157,7 +157,7 @@ class Operator:
         self, ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # checkpointing lets them be read once
-        n, grads = len(self.names), grads[: self.num_shown]
+        n, grads = len(self.input_names), grads[: self.num_shown]
         saved = [list(tensors[n:])] if self.num_kept else []
         operator: Callable = self.backward  # which refuses its own gradient
         if not torch.is_grad_enabled():
@@ -174,7 +174,7 @@ class Operator:
         inputs = arguments[self.num_shown :][: self.num_differentiable]
         return [x.new_empty(x.shape) for x in inputs if x is not None]
 
-    def refuse(self, ctx: Any, *grads: Any) -> None:
+    def refuse_second_gradient(self, ctx: Any, *grads: Any) -> None:
         raise NotImplementedError(
             f"{self.name}: got a gradient of its gradient, which "
             f"{self.who_has}"
@@ -205,7 +205,7 @@ class OperatorFunction(torch.autograd.Function):
         output = function(*inputs)
         owner.save(ctx, inputs, output)
         ctx.owner = owner
-        return owner.results(output)
+        return owner.shown_results(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
