@@ -5,6 +5,7 @@ import math
 import re
 from dataclasses import replace
 
+import pytest
 import torch
 
 from fastweights.models import LanguageModel
@@ -53,8 +54,9 @@ def test_places_of_a_program_of_calls():
     assert end.tolist() == [x.end() - 1 for x in re.finditer("\n\n", text)]
 
 
-def test_rows_of_a_model_of_calls(monkeypatch):
-    found = inside_calls.trials()
+@pytest.mark.parametrize("variant", inside_calls.HINDERED)
+def test_rows_of_a_model_of_calls(monkeypatch, variant):
+    found = inside_calls.trials(variant)
     assert [trial.seed for trial in found] == [0, 1, 2, 3, 4]
     of_grid = EXPERIMENTS["calls"].trials("calls")
     assert all(trial in of_grid for trial in found)
@@ -64,10 +66,12 @@ def test_rows_of_a_model_of_calls(monkeypatch):
         train=(Calls(2, 2, 2),),
         tests={inside_calls.TEST: Calls(questions=36, calls=3)},
     )
-    monkeypatch.setattr(inside_calls, "trials", lambda: [little])
+    monkeypatch.setattr(inside_calls, "trials", lambda _: [little])
     monkeypatch.setattr(inside_calls, "ROWS", 4)
-    *rows, as_it_is, _, silent = inside_calls.rows()
-    assert (as_it_is["unwritten"], silent["unwritten"]) == (0, 3)
+    assert not [*inside_calls.rows([variant], seeds=[1])]
+    every = [*inside_calls.rows([variant], seeds=[0])]
+    rows, (as_it_is, *others) = every[:4], every[4:]
+    assert as_it_is["unwritten"] == 0 and len(others) > 1
     assert {*as_it_is["accuracy"]} == {*Calls.kinds}
     assert [(row["layer"], row["head"]) for row in rows] == [
         (0, 0),
@@ -79,28 +83,31 @@ def test_rows_of_a_model_of_calls(monkeypatch):
         known = [x for x in row["cosine"] if not math.isnan(x)]
         assert len(row["cosine"]) == 26 and known
         assert max(map(abs, known)) <= 1
+        if variant == "gated delta":
+            kept = [*row["kept"], row["kept elsewhere"]]
+            assert len(kept) == 5 and 0 < min(kept) < max(kept) < 1
 
 
-def test_only_an_empty_line_and_what_follows_it_write_nothing():
-    (trial, *_), task = inside_calls.trials(), Calls(questions=2, calls=3)
+@pytest.mark.parametrize(
+    ("what", "inputs"), [("unwritten", "beta"), ("unforgotten", "g")]
+)
+def test_an_empty_line_and_what_follows_it_do_nothing(what, inputs):
+    (trial, *_) = inside_calls.trials("gated delta")
+    task = Calls(questions=2, calls=3)
     torch.manual_seed(0)
     model = LanguageModel(trial.model_config)
     tokens = task.batch(1, seed=0).tokens
-    said = [
-        {place: x["beta"] for place, x in recurrence_inputs(model, tokens)}
-    ]
-    seen = []
-    hook = model.blocks[0].layer.b_proj.register_forward_hook
-    with inside_calls.unwritten(model, task, 3):
-        handle = hook(lambda *of: seen.append(of[-1].sigmoid()))
-        model.hidden(tokens, return_states=False)
-        handle.remove()
+    (_, before), *_ = recurrence_inputs(model, tokens)
+    with inside_calls.hindered(model, task, **{what: 3}):
+        (_, after), *_ = recurrence_inputs(model, tokens)
     text = bytes(tokens[0].tolist()).decode()
     ends = [x.end() - 1 for x in re.finditer("\n\n", text)]
-    silent = {i for end in ends for i in (end, end + 1, end + 2)}
+    still = {i for end in ends for i in (end, end + 1, end + 2)}
     for i in range(len(text)):
-        want = 0 * said[0][0][0, i] if i in silent else said[0][0][0, i]
-        assert (seen[0][0, i] == want).all()
+        want = 0 * before[inputs][0, i] if i in still else before[inputs][0, i]
+        assert (after[inputs][0, i] == want).all()
+    other = {"beta": "g", "g": "beta"}[inputs]
+    assert (after[other] == before[other]).all()
 
 
 def test_a_letters_cosine_is_with_the_line_that_ends_its_call(monkeypatch):

@@ -1,18 +1,20 @@
-"""Names' keys beside the empty line's, in chapter 10's third race.
+"""What happens at an empty line, in chapter 10's third race.
 
-    fastweights bench calls --json h200_calls.json
+    fastweights bench calls delta --json h200_calls.json
+    fastweights bench calls "gated delta" --seeds 0 1 --json cpu_calls.json
 
-trains the race's DeltaNet (``fastweights experiments calls``) from five
-seeds, at the recorded learning rate, and lets it read test programs. Each
-head has a row with the cosines of names' keys and the empty line's. Each
-model has three rows with its accuracy: as it is, without the writes at empty
-lines, and without these and the writes of the next two bytes.
+trains the race's models (``fastweights experiments calls``) at the recorded
+learning rate, and lets them read test programs. Each head has a row with the
+cosines of names' keys and the empty line's and, if it has a gate, with what
+the gate keeps at the line and elsewhere. Each model has rows with its
+accuracy: as it is, without the writes at empty lines, without these and the
+writes of the next two bytes, and with gates that keep everything there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,33 +40,57 @@ from fastweights_lab.experiments.workers import run_jobs
 from fastweights_lab.tasks import Calls
 from fastweights_lab.tasks.programs import ASSIGN, LETTERS, PRINT
 
-VARIANT = "delta"
 TEST, ROWS = "8 calls of 36", 64
 STREAMS = 10
-UNWRITTEN = (0, 1, 3)
-"""How many bytes write nothing, an empty line and what follows it.
+HINDERED = {
+    "delta": ({"unwritten": 0}, {"unwritten": 1}, {"unwritten": 3}),
+    "gated delta": (
+        {"unwritten": 0, "unforgotten": 0},
+        {"unwritten": 3, "unforgotten": 0},
+        {"unwritten": 0, "unforgotten": 3},
+        {"unwritten": 3, "unforgotten": 3},
+    ),
+}
+"""By variant, how many bytes write nothing and how many forget nothing.
 
-The short convolution mixes the line into the next bytes. The third byte
-behind it is the digit of an assignment, which has to be written.
+They are an empty line and what follows it: the short convolution mixes the
+line into the next bytes. The third byte behind it is the digit of an
+assignment, which has to be written.
 """
 
+NEAR = 4
+"""How many bytes, from an empty line on, have a mean gate of their own."""
 
-def trials() -> list[Trial]:
-    """The recorded race's trials of DeltaNet, at its best rate."""
+
+def trials(variant: str = "delta") -> list[Trial]:
+    """The recorded race's trials of a variant, at its best rate."""
     found = experiments.best(experiments.recorded("calls"))
     (lr,) = {
         run["settings"]["lr"]
         for (name, *_), runs in found.items()
-        if name == VARIANT
+        if name == variant
         for run in runs
     }
-    every = EXPERIMENTS["calls"].only((VARIANT,)).trials("calls")
+    every = EXPERIMENTS["calls"].only((variant,)).trials("calls")
     return [trial for trial in every if trial.lr == lr]
 
 
-def rows() -> Iterator[Row]:
-    """Of each model a row per head, and its rows of accuracy."""
-    jobs, workers = trials(), 1 if DEVICE == "cpu" else 2
+def rows(
+    names: Sequence[str] = (), seeds: Sequence[int] = ()
+) -> Iterator[Row]:
+    """Of each model a row per head, and its rows of accuracy.
+
+    Args:
+        names: the models' variants; all of :data:`HINDERED` if empty.
+        seeds: of the models; all five if empty.
+    """
+    jobs = [
+        trial
+        for variant in names or HINDERED
+        for trial in trials(variant)
+        if not seeds or trial.seed in seeds
+    ]
+    workers = 1 if DEVICE == "cpu" else 2
     streams = 1 if DEVICE == "cpu" else STREAMS // workers
     for _, found in run_jobs(
         stages, jobs, DEVICE, workers, lambda *_: None, streams
@@ -73,17 +99,17 @@ def rows() -> Iterator[Row]:
 
 
 def stages(trial: Trial, device: str, **unused: Any) -> Stages:
-    """Train a model, look at its keys, and leave out some of its writes."""
+    """Train a model, look at its keys, and hinder it at empty lines."""
     model = yield from trained(trial, device)
     task: Any = trial.tests[TEST]
     tokens = task.batch(ROWS, seed=2**31, device=DEVICE).tokens
     of = {"variant": trial.variant, "seed": trial.seed, "lr": trial.lr}
     seed = TESTS + [*trial.tests].index(TEST)
     found = heads(model, tokens, task)
-    for count in UNWRITTEN:
-        with unwritten(model, task, count):
+    for counts in HINDERED[trial.variant]:
+        with hindered(model, task, **counts):
             right = accuracy(model, task, ROWS, seed)
-        found.append({"unwritten": count, "accuracy": right})
+        found.append({**counts, "accuracy": right})
     return {"rows": [{**of, **row} for row in found]}
 
 
@@ -94,7 +120,10 @@ def heads(
     """For each head a ``cosine`` per letter of the alphabet.
 
     It is the mean over assignments to that letter, of the key at the end of
-    the assignment and the key of the empty line that ends its call.
+    the assignment and the key of the empty line that ends its call. Where
+    the head has a gate, ``kept`` is the mean of its decay at empty lines and
+    at each of the three bytes behind, ``kept at line ends`` that at the ends
+    of assignments, and ``kept elsewhere`` at all bytes but the first four.
     """
     at, call, end = places(tokens.shape[1], task)
     at, end = at.to(tokens.device), end.to(tokens.device)
@@ -103,45 +132,72 @@ def heads(
     for layer, x in recurrence_inputs(model, tokens):
         k = F.normalize(x["k"].double(), dim=-1)
         cosines = (k[:, at] * k[:, end[call]]).sum(-1)  # [B, places, H]
+        kept = x["g"].double().exp().mean(0) if "g" in x else None  # [T, H]
+        far = behind(tokens.shape[1], task)
         for head, of in enumerate(cosines.unbind(-1)):
             means = [of.flatten()[letters == i].mean() for i in range(LETTERS)]
-            found.append(
-                {
-                    "layer": layer,
-                    "head": head,
-                    "cosine": [float(f"{x.item():.4g}") for x in means],
-                }
-            )
+            row = {"layer": layer, "head": head, "cosine": digits(means)}
+            if kept is not None:
+                by_place = kept[:, head].cpu()
+                near = [by_place[far == i].mean() for i in range(NEAR)]
+                row["kept"] = digits(near)
+                away = [
+                    by_place[at.cpu()].mean(),
+                    by_place[far >= NEAR].mean(),
+                ]
+                row["kept at line ends"], row["kept elsewhere"] = digits(away)
+            found.append(row)
     return found
 
 
+def digits(numbers: Sequence[Tensor]) -> list[float]:
+    return [float(f"{x.item():.4g}") for x in numbers]
+
+
 @contextmanager
-def unwritten(model: LanguageModel, task: Calls, count: int) -> Iterator[None]:
-    """A model that writes nothing at these bytes, in any head.
+def hindered(
+    model: LanguageModel, task: Calls, unwritten: int = 0, unforgotten: int = 0
+) -> Iterator[None]:
+    """A model that does less at empty lines, in each of its heads.
 
     Args:
-        model: of DeltaNet's layers.
+        model: of layers of the delta rule.
         task: what it reads.
-        count: of bytes, from each empty line on.
+        unwritten: how many bytes write nothing, from each empty line on.
+        unforgotten: at how many bytes the gate keeps everything.
     """
-
-    def silence(_: Any, given: Any, logits: Tensor) -> Tensor:
-        length = logits.shape[1]
-        *_, end = places(length, task)
-        where = torch.arange(length)[:, None] - end
-        silent = ((where >= 0) & (where < count)).any(1)
-        return logits.masked_fill(silent.to(logits.device)[:, None], -math.inf)
-
     hooks = [
-        layer.b_proj.register_forward_hook(silence)
+        module.register_forward_hook(_filled(task, count, value))
         for layer in model.modules()
-        if isinstance(layer, LinearRecurrence) and layer.b_proj is not None
+        if isinstance(layer, LinearRecurrence)
+        for module, count, value in (
+            (layer.b_proj, unwritten, -math.inf),  # a strength of 0
+            (layer.decay, unforgotten, 0.0),  # a log decay of 0
+        )
+        if module is not None
     ]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _filled(task: Calls, count: int, value: float) -> Callable[..., Tensor]:
+    """A hook that puts a value in ``count`` places from empty lines on."""
+
+    def fill(_: Any, given: Any, out: Tensor) -> Tensor:
+        chosen = behind(out.shape[1], task) < count
+        return out.masked_fill(chosen.to(out.device)[:, None], value)
+
+    return fill
+
+
+def behind(length: int, task: Calls) -> Int[Tensor, " T"]:
+    """How many bytes ago the last empty line was; ``length`` before any."""
+    *_, end = places(length, task)
+    since = torch.arange(length)[:, None] - end
+    return since.masked_fill(since < 0, length).amin(1)
 
 
 def places(

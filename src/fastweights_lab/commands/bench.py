@@ -13,8 +13,8 @@ trained     the operators on what trained models give them; --peer fla:
             beside its own
 gates       where in a text the heads of a trained model forget
 continued   what the four models of chapter 10's square write
-calls       names' keys and an empty line's, in chapter 10's third race, and
-            its answers without some writes
+calls       what happens at an empty line in chapter 10's third race, and
+            the answers if it does not
 generate    a token of a language model, and the first one
 speculate   a token where drafts are looked up, on source code
 serve       requests that come and go, beside a full batch
@@ -130,7 +130,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=speculate.STEPS,
         help=f"of training; {speculate.STEPS} by default",
     )
+    add["calls"](
+        "--seeds", type=int, nargs="+", default=[], help="all five by default"
+    )
     for case, of in (
+        ("calls", [*inside_calls.HINDERED]),
         ("deep", [*deep.CASES]),
         ("generate", [*generate.PATTERNS]),
         ("serve", [*generate.PATTERNS]),
