@@ -9,7 +9,7 @@ Tensors are [B, T, H, D], in fp64, fp32, fp16 or bf16, and states fp32.
 """
 
 from fastweights import feature_maps
-from fastweights.compat import accelerate
+from fastweights.compat import patch_transformers
 from fastweights.ops.common.backends import choose_backend
 from fastweights.ops.common.invariance import invariant
 from fastweights.ops.decode import decode_step
@@ -35,7 +35,6 @@ from fastweights.ranks.group import context_parallel
 __version__ = "0.1.0"
 
 __all__ = [
-    "accelerate",
     "choose_backend",
     "comba",
     "context_parallel",
@@ -53,6 +52,7 @@ __all__ = [
     "linear_recurrence",
     "mamba2",
     "mlstm",
+    "patch_transformers",
     "retention",
     "retnet_decay",
     "selective_scan",

@@ -26,7 +26,7 @@ FIRST = {
     "UT transform": "08_wy#one-triangular-system-gives-all-new-values",
     "WY representation": "08_wy#a-chain-of-reflections-becomes-one-product",
     "cu_seqlens": "api/operators#fastweights.linear_recurrence",
-    "accelerate": "api/operators#fastweights.accelerate",
+    "patch_transformers": "api/operators#fastweights.patch_transformers",
     "install": "index#how-to-read-it",
     "NaN": "appendix_a_floats"
     "#a-row-with-nothing-to-read-poisons-every-gradient",

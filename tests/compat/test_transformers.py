@@ -185,7 +185,7 @@ def test_logits_and_gradients_are_those_of_transformers(name, monkeypatch):
     m, inputs = model(name), {"input_ids": tokens()}
     _, theirs = trained(m, **inputs)
     with (
-        fw.accelerate() as handle,
+        fw.patch_transformers() as handle,
         record_backends() as ran,
         gates_of(monkeypatch) as gates,
     ):
@@ -197,7 +197,7 @@ def test_logits_and_gradients_are_those_of_transformers(name, monkeypatch):
     )
     with InDouble():
         want, wanted = trained(doubled(m), **inputs)
-        with fw.accelerate(), gates_of(monkeypatch) as exact:
+        with fw.patch_transformers(), gates_of(monkeypatch) as exact:
             wide, wider = trained(doubled(m), **inputs)
     keys = [key for key in grads if key.endswith("A_log")]
     budget = {}
@@ -224,7 +224,7 @@ def test_padding_is_no_token(name):
     inputs = {"input_ids": tokens(), "attention_mask": mask}
     with torch.no_grad():
         want = m(**inputs).logits
-        with fw.accelerate():
+        with fw.patch_transformers():
             got = m(**inputs).logits
             alone = m(tokens()[:1, 9:]).logits
     assert (got - want)[mask.bool()].abs().max() <= 1e-5
@@ -236,7 +236,7 @@ def test_the_tokens_generated_are_those_of_transformers(name):
     options = {"max_new_tokens": 64, "do_sample": False}
     prompt = tokens()[:, :9]
     want = model(name).generate(prompt, **options)
-    with fw.accelerate(), record_backends() as ran:
+    with fw.patch_transformers(), record_backends() as ran:
         got = model(name).generate(prompt, **options)
     recurrences, _ = RUNS.get(name, (2, 2))
     steps = 0 if name in MAMBA else recurrences * 63  # one token each
@@ -249,7 +249,7 @@ def test_the_tokens_generated_are_those_of_transformers(name):
 def test_a_prompt_in_pieces_is_the_prompt(name):
     """Pieces of many, few and one token, the later ones from the cache."""
     m = model(name)
-    with torch.no_grad(), fw.accelerate():
+    with torch.no_grad(), fw.patch_transformers():
         want = m(tokens()).logits
         names = inspect.signature(m.forward).parameters
         kept = ("cache", "past_key_values", "cache_params")
@@ -277,7 +277,7 @@ def test_each_packed_document_is_itself_alone(name, by):
     inputs = collate([{"input_ids": ids[0].tolist()} for ids in documents])
     assert torch.equal(inputs.pop("input_ids"), row)
     del inputs["labels"]
-    with fw.accelerate():
+    with fw.patch_transformers():
         logits, grads = trained(m, input_ids=row, **inputs)
         total = dict.fromkeys(grads, 0.0)
         for ids, packed in zip(
@@ -315,7 +315,7 @@ def test_generate_compiles_whole(name, backend):
         fullgraph=True, dynamic=False, backend=backend, mode=None
     )
     how._compile_all_devices = True  # a CPU too
-    with fw.accelerate():
+    with fw.patch_transformers():
         want = m.generate(prompt, **options)
         torch._dynamo.utils.counters.clear()
         got = m.generate(
@@ -339,7 +339,7 @@ def test_training_on_packed_documents_compiles_whole(name, backend):
         "cu_seq_lens_q": OFFSETS[:3],
     }
     torch._dynamo.reset()
-    with fw.accelerate():
+    with fw.patch_transformers():
         want, wanted = trained(m, **inputs)
         whole = torch.compile(m, fullgraph=True, backend=backend)
         logits = whole(use_cache=False, **inputs).logits
@@ -354,7 +354,7 @@ def test_tokens_past_the_last_offset_are_refused(name):
     """The convolution would take as many columns at the front for a cache."""
     inputs = {"input_ids": tokens()[:1], "cu_seq_lens_q": OFFSETS[:3]}
     match = "^cu_seq_lens_q: got offsets that end at 33, need T = 70"
-    with fw.accelerate(), pytest.raises(ValueError, match=match):
+    with fw.patch_transformers(), pytest.raises(ValueError, match=match):
         model(name)(**inputs, use_cache=False)
 
 
@@ -376,7 +376,7 @@ def test_a_compiled_model_is_compiled_anew(name):
     whole = torch.compile(model(name), backend="eager")
     with torch.no_grad():
         want = whole(**inputs).logits
-        with fw.accelerate(), record_backends() as ran:
+        with fw.patch_transformers(), record_backends() as ran:
             got = whole(**inputs).logits
         assert ran.count("torch forward") == sum(RUNS.get(name, (2, 2)))
         with record_backends() as ran:
@@ -392,7 +392,10 @@ def test_documents_are_refused_where_they_cannot_be_kept_apart(name, by):
     numbers = torch.zeros(1, 70).int()
     packed = {"seq_idx": numbers, "cu_seq_lens_q": OFFSETS}
     inputs = {"input_ids": tokens()[:1], by: packed[by], "use_cache": False}
-    with fw.accelerate(), pytest.raises(ValueError, match=f"^{by}: got pack"):
+    with (
+        fw.patch_transformers(),
+        pytest.raises(ValueError, match=f"^{by}: got pack"),
+    ):
         model(name)(**inputs)
 
 
@@ -410,7 +413,7 @@ def test_attention_that_looks_past_the_ends_is_warned_of(name, function):
     given = (x, x, x, rates[..., None].expand_as(x), -rates)
     if function.startswith("mamba2"):
         given = (x, -rates, rates[0, 0], x, x, 16)
-    with fw.accelerate():
+    with fw.patch_transformers():
         call = getattr(module, function)
         with warnings.catch_warnings(action="error"):
             call(*given)
@@ -434,7 +437,7 @@ def test_any_activation(name):
         want = module.causal_conv1d_update(
             x[..., :1], before, *given[1:], activation
         )
-        with fw.accelerate():
+        with fw.patch_transformers():
             got = module.causal_conv1d_fn(*given, activation=activation)
             after = state.clone()
             step = module.causal_conv1d_update(
@@ -449,7 +452,7 @@ def test_any_number_of_documents_is_one_graph():
     m = model("kimi_linear", 2)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with fw.accelerate(), torch.no_grad():
+    with fw.patch_transformers(), torch.no_grad():
         whole = torch.compile(m, fullgraph=True, backend="eager")
         for lengths in ((2, 31), (5, 6, 22), (33,)):
             n = torch.arange(len(lengths))
@@ -464,7 +467,7 @@ def test_any_number_of_documents_is_one_graph():
 
 
 def names_in(modules):
-    """The functions that accelerate() may replace, by module and name."""
+    """The functions that a patch may replace, by module and name."""
     return {
         (module, name): operator.attrgetter(name)(sys.modules[module])
         for module in modules
@@ -477,13 +480,13 @@ def test_undo_gives_back_every_name_of_every_model():
         importlib.import_module(module)
     before = names_in(MODULES)
     finders = sys.meta_path.copy()
-    handle = fw.accelerate()
+    handle = fw.patch_transformers()
     assert handle.replaced.keys() == set(MODULES)
     ours = names_in(MODULES)
     for (module, name), function in ours.items():
         assert function is not before[module, name]
         assert name in handle.replaced[module]
-    again = fw.accelerate()
+    again = fw.patch_transformers()
     assert not again.replaced and names_in(MODULES) == ours
     again.undo()
     assert names_in(MODULES) == ours
@@ -493,7 +496,7 @@ def test_undo_gives_back_every_name_of_every_model():
     handle.undo()
     assert names_in(MODULES) == before
     assert not handle.replaced and sys.meta_path == finders
-    with fw.accelerate() as handle:
+    with fw.patch_transformers() as handle:
         assert len(handle.replaced) == len(MODULES)
     assert names_in(MODULES) == before
 
@@ -508,7 +511,7 @@ fla = types.ModuleType("fla")
 fla.chunk_kda = chunk_kda
 sys.modules["fla"] = fla
 
-handle = fw.accelerate()
+handle = fw.patch_transformers()
 assert not handle.replaced
 from transformers import KimiLinearForCausalLM
 from transformers.models.kimi_linear import modeling_kimi_linear as module
@@ -555,7 +558,7 @@ def test_an_export_holds_none_of_our_operators(monkeypatch):
     k = torch.nn.functional.normalize(x, dim=-1)
     given = (x, k, x, -x[..., 0].abs(), x[..., 0].sigmoid())
     want, _ = module.torch_chunk_gated_delta_rule(*given)
-    with fw.accelerate():
+    with fw.patch_transformers():
         other = {"unknown": 1, "chunk_size": 4}
         got, _ = module.torch_chunk_gated_delta_rule(*given, **other)
         with record_backends() as ran:
@@ -577,7 +580,7 @@ def test_functions_that_the_package_kernels_made_modules(monkeypatch):
 
     module, made = modeling("olmo_hybrid"), Func()
     monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", made)
-    with fw.accelerate():
+    with fw.patch_transformers():
         assert module.torch_chunk_gated_delta_rule is not made
     assert module.torch_chunk_gated_delta_rule is made
 
@@ -590,7 +593,7 @@ def test_no_transformers(monkeypatch):
         lambda name: None if name == "transformers" else find(name),
     )
     with pytest.raises(ImportError, match="need it installed: pip install"):
-        fw.accelerate()
+        fw.patch_transformers()
 
 
 def test_unknown_internals_of_transformers_are_named(monkeypatch):
@@ -615,8 +618,8 @@ def test_unknown_internals_of_transformers_are_named(monkeypatch):
             else:
                 patch.delattr(owner, name)
             with pytest.raises(ImportError, match=text) as raised:
-                fw.accelerate()
+                fw.patch_transformers()
             assert f"got transformers {version} with" in str(raised.value)
         assert names_in(MODULES) == before
-    with fw.accelerate() as handle:
+    with fw.patch_transformers() as handle:
         assert len(handle.replaced) == len(MODULES)

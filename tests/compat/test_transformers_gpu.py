@@ -114,7 +114,7 @@ def test_as_near_to_fp32_as_others_in_bf16(name, monkeypatch):
         monkeypatch.setattr(chunk_o, "TRITON_ABOVE_3_7_1", True)
         untuned(monkeypatch)
         errors["FLA"] = errors_of(trained(low), wanted)
-    with fw.accelerate(), record_backends() as ran:
+    with fw.patch_transformers(), record_backends() as ran:
         ours = errors_of(trained(low), wanted)
     assert ran.count("triton forward") == ran.count("triton backward") >= 4
     print(name, "ours", ours, errors)
@@ -127,7 +127,7 @@ def test_as_near_to_fp32_as_others_in_bf16(name, monkeypatch):
 def test_in_fp32_it_is_the_same_model(name):
     with in_pytorch(name):
         want, wanted = trained(model(name))
-    with fw.accelerate():
+    with fw.patch_transformers():
         got, grads = trained(model(name))
     assert relative_error(got, want) < 1e-4
     assert relative_error(grads, wanted) < 1e-4
@@ -141,7 +141,7 @@ def test_generates_and_compiles(name):
     m = model(name)
     prompt = torch.arange(9, device="cuda")[None] + 2
     options = {"max_new_tokens": 32, "do_sample": False}
-    with fw.accelerate(), record_backends() as ran:
+    with fw.patch_transformers(), record_backends() as ran:
         want = m.generate(prompt, **options)
         assert any(x.startswith("triton") for x in ran)
         torch._dynamo.reset()

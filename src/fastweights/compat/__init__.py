@@ -2,7 +2,7 @@
 
 :mod:`fastweights.compat.fla` has flash-linear-attention's functions,
 :mod:`fastweights.compat.mamba_ssm` and :mod:`fastweights.compat.causal_conv1d`
-those of these packages, and :func:`accelerate` puts them all into
+those of these packages, and :func:`patch_transformers` puts them all into
 transformers' models, which :mod:`fastweights.compat.transformers` lists.
 """
 
@@ -23,15 +23,15 @@ import torch
 from fastweights import torch_internals
 from fastweights.compat.transformers import MODELS, one_document
 
-__all__ = ["Acceleration", "accelerate"]
+__all__ = ["TransformersPatch", "patch_transformers"]
 
 KNOWN_VERSIONS = "5.23 and 5.24"  # whose internals MODELS is about
 
-_active: Acceleration | None = None
+_active: TransformersPatch | None = None
 
 
-class Acceleration:
-    """What :func:`accelerate` has replaced, until ``undo()``.
+class TransformersPatch:
+    """What :func:`patch_transformers` has replaced, until ``undo()``.
 
     replaced: of each modeling module the names that are ours now. It grows
     as transformers imports more of them. As a context manager it undoes at
@@ -46,7 +46,7 @@ class Acceleration:
         names = sum(map(len, self.replaced.values()))
         return f"<{names} names in {len(self.replaced)} modules replaced>"
 
-    def __enter__(self) -> Acceleration:
+    def __enter__(self) -> TransformersPatch:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -145,12 +145,12 @@ def _adapted(ours: Callable, theirs: Callable) -> Callable:
 def _version_error(missing: str) -> ImportError:
     version = sys.modules["transformers"].__version__
     return ImportError(
-        f"fastweights.accelerate: got transformers {version} with {missing}, "
-        f"need what transformers {KNOWN_VERSIONS} has"
+        f"fastweights.patch_transformers: got transformers {version} with "
+        f"{missing}, need what transformers {KNOWN_VERSIONS} has"
     )
 
 
-def accelerate() -> Acceleration:
+def patch_transformers() -> TransformersPatch:
     """Let transformers' models run on this library: one line, any time.
 
     These parts of models, of those that exist and those made later, become
@@ -185,7 +185,7 @@ def accelerate() -> Acceleration:
     """
     if importlib.util.find_spec("transformers") is None:
         raise ImportError(
-            "fastweights.accelerate: got no transformers, need it "
+            "fastweights.patch_transformers: got no transformers, need it "
             "installed: pip install transformers"
         )
     try:
@@ -194,7 +194,7 @@ def accelerate() -> Acceleration:
     except (ImportError, AttributeError) as error:
         importlib.import_module("transformers")
         raise _version_error(f"this: {error}") from error
-    handle = Acceleration()
+    handle = TransformersPatch()
     if _active is None:
         handle._install()
     return handle

@@ -2,7 +2,7 @@
 
 A table has what a modeling file calls a function, ours, and the arguments
 that the file passes without a name. Arguments that ours does not name are
-left out: :func:`fastweights.accelerate` sees to that.
+left out: :func:`fastweights.patch_transformers` sees to that.
 """
 
 from __future__ import annotations
