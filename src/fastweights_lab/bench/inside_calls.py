@@ -1,7 +1,7 @@
 """What happens at an empty line, in chapter 10's third race.
 
     fastweights bench calls delta --json h200_calls.json
-    fastweights bench calls "gated delta" --seeds 0 1 --json cpu_calls.json
+    fastweights bench calls "gated delta" --seeds 0 --json cpu_calls.json
 
 trains the race's models (``fastweights experiments calls``) at the recorded
 learning rate, and lets them read test programs. Each head has a row with the
