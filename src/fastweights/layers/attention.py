@@ -18,7 +18,7 @@ from fastweights.layers.common.fused_step import (
     norm_and_project,
     project_and_add,
 )
-from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
+from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
 from fastweights.layers.common.layer_arguments import check_input, head_size
 from fastweights.layers.common.output_norm import OutputNorm
 from fastweights.layers.common.rotary import rotary
@@ -144,8 +144,8 @@ class SoftmaxAttention(Layer):
         return LayerState(keys=keys, values=values, position=position)
 
     def compute(
-        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
-    ) -> tuple[Tokens, LayerState | None]:
+        self, x: Hidden, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Hidden, LayerState | None]:
         """y, and the state (keys, values, position) with x's tokens added.
 
         Without gradients the state that came in is enlarged where it is too
@@ -183,8 +183,8 @@ class SoftmaxAttention(Layer):
         return o.flatten(2), after
 
     def fused_step(
-        self, x: Tokens, norm: nn.RMSNorm, state: LayerState
-    ) -> Tokens | None:
+        self, x: Hidden, norm: nn.RMSNorm, state: LayerState
+    ) -> Hidden | None:
         """x + layer(norm(x)), in few launches: :meth:`.Layer.fused_step`."""
         modules = self.qkv_proj, self.g_proj
         parts = norm, *modules, self.o_proj

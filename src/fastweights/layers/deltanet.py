@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastweights.heads import l2norm
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.gates import write_strength
-from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
+from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
 from fastweights.layers.common.layer_arguments import (
     check_one_of,
     head_size,
@@ -110,8 +110,8 @@ class DeltaNet(Layer):
         self.o_proj = nn.Linear(H * V, dim, bias=False, **factory)
 
     def compute(
-        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
-    ) -> tuple[Tokens, LayerState]:
+        self, x: Hidden, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Hidden, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
         q, k, v, past = self.convolution(self.qkv_proj(x), state, cu_seqlens)
         if not self.convolution.activation:

@@ -8,7 +8,7 @@ from torch import nn
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.fused_step import fused_layer_step
 from fastweights.layers.common.gates import Decay, write_strength
-from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
+from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
 from fastweights.layers.common.layer_arguments import (
     head_size,
     num_value_heads,
@@ -114,8 +114,8 @@ class GatedDeltaNet(Layer):
             self.b_bias.zero_()
 
     def compute(
-        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
-    ) -> tuple[Tokens, LayerState]:
+        self, x: Hidden, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Hidden, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
         q, k, v, past = self.convolution(self.qkv_proj(x), state, cu_seqlens)
         a, b = self.ab_proj(x).chunk(2, -1)
@@ -129,8 +129,8 @@ class GatedDeltaNet(Layer):
         return y, LayerState(S=S, convolution=past)
 
     def fused_step(
-        self, x: Tokens, norm: nn.RMSNorm, state: LayerState
-    ) -> Tokens | None:
+        self, x: Hidden, norm: nn.RMSNorm, state: LayerState
+    ) -> Hidden | None:
         """x + layer(norm(x)), in few launches: :meth:`.Layer.fused_step`."""
         if self.b_bias is not None:
             return None

@@ -8,7 +8,7 @@ from torch import nn
 from fastweights.heads import per_value_head
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.gates import Decay, low_rank, write_strength
-from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
+from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
 from fastweights.layers.common.layer_arguments import (
     head_size,
     num_value_heads,
@@ -96,8 +96,8 @@ class GatedDeltaNet2(Layer):
         self.o_proj = nn.Linear(HV * V, dim, bias=False, **factory)
 
     def compute(
-        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
-    ) -> tuple[Tokens, LayerState]:
+        self, x: Hidden, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Hidden, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
         q, k, v, past = self.convolution(self.qkv_proj(x), state, cu_seqlens)
         g = self.decay(self.f_proj(x)).view(k.shape)

@@ -9,7 +9,7 @@ from torch import nn
 from fastweights.dtypes import upcast
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.gates import low_rank
-from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
+from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
 from fastweights.layers.common.layer_arguments import scaled_size
 from fastweights.layers.common.output_norm import OutputNorm
 from fastweights.layers.common.state import LayerState, Offsets, run_recurrence
@@ -86,8 +86,8 @@ class GatedLinearAttention(Layer):
         self.f_proj.get_parameter("1.bias").zero_()
 
     def compute(
-        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
-    ) -> tuple[Tokens, LayerState]:
+        self, x: Hidden, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Hidden, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
         q, k, v, past = self.convolution(self.qkv_proj(x), state, cu_seqlens)
         g = F.logsigmoid(upcast(self.f_proj(x))) / self.temperature

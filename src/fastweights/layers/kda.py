@@ -8,7 +8,7 @@ from torch import nn
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.fused_step import fused_layer_step
 from fastweights.layers.common.gates import Decay, low_rank, write_strength
-from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
+from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
 from fastweights.layers.common.layer_arguments import (
     head_size,
     num_value_heads,
@@ -104,8 +104,8 @@ class KimiDeltaAttention(Layer):
         self.o_proj = nn.Linear(HV * V, dim, bias=False, **factory)
 
     def compute(
-        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
-    ) -> tuple[Tokens, LayerState]:
+        self, x: Hidden, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Hidden, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
         q, k, v, past = self.convolution(self.qkv_proj(x), state, cu_seqlens)
         g = self.decay(self.f_proj(x))
@@ -117,8 +117,8 @@ class KimiDeltaAttention(Layer):
         return y, LayerState(S=S, convolution=past)
 
     def fused_step(
-        self, x: Tokens, norm: nn.RMSNorm, state: LayerState
-    ) -> Tokens | None:
+        self, x: Hidden, norm: nn.RMSNorm, state: LayerState
+    ) -> Hidden | None:
         """x + layer(norm(x)), in few launches: :meth:`.Layer.fused_step`."""
         modules = self.qkv_proj, self.f_proj, self.b_proj, self.g_proj
         return fused_layer_step(

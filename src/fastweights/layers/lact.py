@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastweights.deep import lact
 from fastweights.dtypes import upcast
-from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
+from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
 from fastweights.layers.common.layer_arguments import (
     check_even,
     head_size,
@@ -132,8 +132,8 @@ class LaCT(Layer):
         self.qk_offset.zero_()
 
     def compute(
-        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
-    ) -> tuple[Tokens, LayerState]:
+        self, x: Hidden, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Hidden, LayerState]:
         """y, and the state (S, position, window) after the last tokens.
 
         S [N, H, 3 P + 1] holds what a head's P weights have learned, their

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.fused_step import fused_layer_step
 from fastweights.layers.common.gates import Decay, low_rank, write_strength
-from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
+from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
 from fastweights.layers.common.layer_arguments import (
     check_one_of,
     head_size,
@@ -126,8 +126,8 @@ class LinearRecurrence(Layer):
         self.o_proj = nn.Linear(H * V, dim, bias=False, **factory)
 
     def compute(
-        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
-    ) -> tuple[Tokens, LayerState]:
+        self, x: Hidden, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Hidden, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
         q, k, v, past = self.convolution(self.qkv_proj(x), state, cu_seqlens)
         g, beta, gate = self.log_decay(x), None, None
@@ -141,7 +141,7 @@ class LinearRecurrence(Layer):
         y = self.o_proj(self.norm(o, gate))
         return y, LayerState(S=S, convolution=past)
 
-    def log_decay(self, x: Tokens) -> Tensor | None:
+    def log_decay(self, x: Hidden) -> Tensor | None:
         """g of these tokens, [B, T, H] or [B, T, H, K]; None without one."""
         if self.decay is None:
             return None
@@ -150,8 +150,8 @@ class LinearRecurrence(Layer):
         return self.decay(self.a_proj(x))
 
     def fused_step(
-        self, x: Tokens, norm: nn.RMSNorm, state: LayerState
-    ) -> Tokens | None:
+        self, x: Hidden, norm: nn.RMSNorm, state: LayerState
+    ) -> Hidden | None:
         """x + layer(norm(x)), in few launches: :meth:`.Layer.fused_step`."""
         if self.decay is not None and self.a_proj is None:
             return None

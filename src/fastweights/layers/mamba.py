@@ -11,7 +11,7 @@ from torch import nn
 from fastweights.dtypes import upcast
 from fastweights.layers.common.convolution import ShortConvolution
 from fastweights.layers.common.gates import draw_dt_bias_
-from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
+from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
 from fastweights.layers.common.layer_arguments import check_range, scaled_size
 from fastweights.layers.common.state import LayerState, Offsets, state_to_step
 from fastweights.ops.selective import MAX_N, selective_scan, selective_step
@@ -87,8 +87,8 @@ class Mamba(Layer):
         self.dt_proj.weight.uniform_(-bound, bound)
 
     def compute(
-        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
-    ) -> tuple[Tokens, LayerState]:
+        self, x: Hidden, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Hidden, LayerState]:
         """y, and the state (S, convolution) after these tokens."""
         u, z = self.in_proj(x).chunk(2, -1)
         u, past = self.convolution(u, state, cu_seqlens)

@@ -12,7 +12,7 @@ from fastweights.deep import mesa
 from fastweights.dtypes import upcast
 from fastweights.heads import l2norm
 from fastweights.layers.common.convolution import ShortConvolution
-from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
+from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
 from fastweights.layers.common.layer_arguments import head_size
 from fastweights.layers.common.output_norm import OutputNorm
 from fastweights.layers.common.state import LayerState, Offsets
@@ -79,8 +79,8 @@ class MesaNet(Layer):
         self.lam.fill_(math.log(math.expm1(0.75)))
 
     def compute(
-        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
-    ) -> tuple[Tokens, LayerState]:
+        self, x: Hidden, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Hidden, LayerState]:
         """y, and the state (S, convolution) after each sequence's last token.
 
         S is [N, H, K, 2 K], sums of k k^T beside those of k v^T.

@@ -8,7 +8,7 @@ from torch import nn
 
 from fastweights.dtypes import upcast
 from fastweights.heads import split_heads
-from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
+from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
 from fastweights.layers.common.layer_arguments import scaled_size
 from fastweights.layers.common.output_norm import OutputNorm
 from fastweights.layers.common.state import LayerState, Offsets, state_to_step
@@ -84,8 +84,8 @@ class MLSTM(Layer):
         forget.copy_(torch.linspace(3, 6, len(forget)))
 
     def compute(
-        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
-    ) -> tuple[Tokens, LayerState]:
+        self, x: Hidden, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Hidden, LayerState]:
         """y, and the state (S, m) after the last token of each sequence."""
         q, k, v = split_heads(self.qkv_proj(x), self.heads)
         a = upcast(self.gates(x))

@@ -8,7 +8,7 @@ from torch import nn
 
 from fastweights.dtypes import compute_dtype
 from fastweights.heads import split_heads
-from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
+from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
 from fastweights.layers.common.layer_arguments import (
     check_even,
     head_size,
@@ -79,8 +79,8 @@ class MultiScaleRetention(Layer):
         self.o_proj = nn.Linear(H * V, dim, bias=False, **factory)
 
     def compute(
-        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
-    ) -> tuple[Tokens, LayerState]:
+        self, x: Hidden, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Hidden, LayerState]:
         """y, and the state (S, position) after each sequence's last token."""
         q, k, v = split_heads(self.qkv_proj(x), self.heads)
         T = x.shape[1]
@@ -155,8 +155,8 @@ class LightningAttention(Layer):
         self.o_proj = nn.Linear(H * K, dim, bias=False, **factory)
 
     def compute(
-        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
-    ) -> tuple[Tokens, LayerState]:
+        self, x: Hidden, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Hidden, LayerState]:
         """y, and the state (S) after the last token of each sequence."""
         qkv = F.silu(self.qkv_proj(x))
         q, k, v = split_heads(qkv, self.heads)

@@ -16,8 +16,8 @@ from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.layer import (
     CheckedModule,
     FactoryOptions,
+    Hidden,
     Layer,
-    Tokens,
 )
 from fastweights.layers.common.layer_arguments import head_size, scaled_size
 from fastweights.layers.common.output_norm import OutputNorm
@@ -157,8 +157,8 @@ class TitansMemory(Layer):
         self.rates_proj.bias.chunk(3)[2].fill_(-4)
 
     def compute(
-        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
-    ) -> tuple[Tokens, LayerState]:
+        self, x: Hidden, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Hidden, LayerState]:
         """y, and the state (S, position, convolution) after the last tokens.
 
         S [N, H, 3, P] holds what a head's P weights have learned, their

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fastweights.deep import ttt
 from fastweights.dtypes import upcast
 from fastweights.heads import split_heads
-from fastweights.layers.common.layer import FactoryOptions, Layer, Tokens
+from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
 from fastweights.layers.common.layer_arguments import check_even, head_size
 from fastweights.layers.common.rotary import rotary
 from fastweights.layers.common.state import (
@@ -117,8 +117,8 @@ class TTTLinear(Layer):
         ]
 
     def compute(
-        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
-    ) -> tuple[Tokens, LayerState]:
+        self, x: Hidden, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Hidden, LayerState]:
         """y, and the state (S, position) after each sequence's last token.
 
         S [N, H, 2, P] holds what a head's P weights have learned, and the

@@ -36,7 +36,6 @@ from fastweights.ops.common.registration import register
 from fastweights.packing import sequence_ids
 from fastweights.ranks.group import current_ranks, token_offset
 
-Hidden = Float[Tensor, "*rows D"]
 Head = Float[Tensor, "V D"]
 
 MIN_ROWS = 256
@@ -47,7 +46,7 @@ MAX_LOGITS = 2**25
 
 
 def cross_entropy(
-    x: Hidden,
+    x: Float[Tensor, "*rows D"],
     weight: Head,
     targets: Int[Tensor, "*rows"],
     ignore_index: int = -100,
@@ -80,7 +79,7 @@ def cross_entropy(
 
 
 def token_losses(
-    x: Hidden,
+    x: Float[Tensor, "*rows D"],
     weight: Head,
     targets: Int[Tensor, "*rows"],
     ignore_index: int = -100,
@@ -305,7 +304,7 @@ def _losses_in_pieces(
 
 
 def _pieces(
-    x: Hidden, targets: Tensor, size: int
+    x: Float[Tensor, "*rows D"], targets: Tensor, size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows and their targets in pieces of ``size`` rows."""
     rows, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)

@@ -22,7 +22,7 @@ from fastweights.layers.common.fused_step import (
     project_and_add,
     runs_kernels,
 )
-from fastweights.layers.common.layer import CheckedModule, Tokens, extrapolate
+from fastweights.layers.common.layer import CheckedModule, Hidden, extrapolate
 from fastweights.layers.common.layer_arguments import check_one_of
 from fastweights.layers.common.plain_modules import (
     is_plain,
@@ -74,7 +74,7 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
 
-def fused_mlp(x: Tokens, mlp: Any) -> Tokens | None:
+def fused_mlp(x: Hidden, mlp: Any) -> Hidden | None:
     """x + mlp(x) in two launches; None if its modules have to be called."""
     if not is_untouched(mlp, nn.Sequential):
         return None

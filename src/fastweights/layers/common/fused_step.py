@@ -26,7 +26,7 @@ from fastweights.dtypes import under_autocast
 from fastweights.layers.common import fused_step_in_torch as in_torch
 from fastweights.layers.common.convolution import ShortConvolution
 from fastweights.layers.common.gates import Decay
-from fastweights.layers.common.layer import Layer, Tokens
+from fastweights.layers.common.layer import Hidden, Layer
 from fastweights.layers.common.layer_arguments import check_input
 from fastweights.layers.common.plain_modules import is_untouched
 from fastweights.layers.common.state import LayerState
@@ -91,7 +91,7 @@ def are_plain(x: Tensor, modules: Sequence[nn.Module | None]) -> bool:
 def is_plain_layer(
     layer: Any,
     layer_class: type[Layer],
-    x: Tokens,
+    x: Hidden,
     modules: Sequence[nn.Module | None],
 ) -> bool:
     """Whether the layer is of this class itself, and its modules are plain."""
@@ -100,8 +100,8 @@ def is_plain_layer(
 
 
 def project_and_add(
-    x: Tokens, o: Float[Tensor, "B T C"], projection: Any, **options: Any
-) -> Tokens:
+    x: Hidden, o: Float[Tensor, "B T C"], projection: Any, **options: Any
+) -> Hidden:
     """x + projection(o); the options are :func:`gemv`'s, applied to o."""
     if not runs_kernels(x):
         return in_torch.project_and_add(x, o, projection)
@@ -114,7 +114,7 @@ def project_and_add(
 
 
 def norm_and_project(
-    x: Tokens, norm: nn.RMSNorm, modules: Sequence[Any], **options: Any
+    x: Hidden, norm: nn.RMSNorm, modules: Sequence[Any], **options: Any
 ) -> list[Any]:
     """The modules' outputs for norm(x), [B, T, N] each; None for None.
 
@@ -161,14 +161,14 @@ def norm_eps(norm: nn.RMSNorm, x: Tensor) -> float:
 
 
 def fused_layer_step(
-    x: Tokens,
+    x: Hidden,
     norm: nn.RMSNorm,
     layer: in_torch.FusedLayer,
     layer_class: type[Layer],
     state: LayerState,
     modules: Sequence[nn.Module | None],
     split_gates: Any = lambda *gates: gates,
-) -> Tokens | None:
+) -> Hidden | None:
     """x + layer(norm(x)) of a layer of the family, its state in place.
 
     None where that is a matter for the modules themselves.

@@ -19,7 +19,7 @@ from fastweights.dtypes import upcast
 from fastweights.heads import l2norm
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.gates import Decay, write_strength
-from fastweights.layers.common.layer import Tokens
+from fastweights.layers.common.layer import Hidden
 from fastweights.layers.common.output_norm import OutputNorm
 from fastweights.layers.common.state import LayerState
 from fastweights.ops.common.rows import write_rows
@@ -39,7 +39,7 @@ class FusedLayer(Protocol):
 
 
 def norm_and_project(
-    x: Tokens,
+    x: Hidden,
     norm: nn.RMSNorm,
     modules: Sequence[Any],
     *,
@@ -56,7 +56,7 @@ def norm_and_project(
     return [F.silu(gate).mul_(up)]
 
 
-def _apply_product(module: Any, x: Tokens) -> Float[Tensor, "B 1 N"]:
+def _apply_product(module: Any, x: Hidden) -> Float[Tensor, "B 1 N"]:
     """The module's matrix times x, or its two matrices'."""
     parts: Any = module if isinstance(module, nn.Sequential) else [module]
     for part in parts:
@@ -65,8 +65,8 @@ def _apply_product(module: Any, x: Tokens) -> Float[Tensor, "B 1 N"]:
 
 
 def project_and_add(
-    x: Tokens, o: Float[Tensor, "B 1 C"], projection: nn.Linear
-) -> Tokens:
+    x: Hidden, o: Float[Tensor, "B 1 C"], projection: nn.Linear
+) -> Hidden:
     """x + projection(o)."""
     return x + F.linear(o, projection.weight)
 
@@ -106,11 +106,11 @@ def recurrence(
 
 
 def project_output(
-    x: Tokens,
+    x: Hidden,
     o: Float[Tensor, "B 1 HV V"],
     gate: Tensor | None,
     layer: FusedLayer,
-) -> Tokens:
+) -> Hidden:
     """x + o_proj(norm(o, gate))."""
     norm = layer.norm
     y = F.rms_norm(o, o.shape[3:], upcast(norm.weight), norm.eps).flatten(2)

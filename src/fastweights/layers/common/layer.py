@@ -31,7 +31,7 @@ from fastweights.layers.common.state import (
 from fastweights.layers.common.unpacked_rows import compute_by_length
 from fastweights.torch_internals import is_traced
 
-Tokens = Float[Tensor, "B T D"]
+Hidden = Float[Tensor, "B T D"]
 
 WITHOUT_WEIGHT_DECAY = re.compile(
     r"(A_log|dt_bias|norm_weight|norm_bias|\bb\d|qk_scale|qk_offset)$"
@@ -149,10 +149,10 @@ class Layer(CheckedModule):
 
     def forward(
         self,
-        x: Tokens,
+        x: Hidden,
         state: LayerState | None = None,
         cu_seqlens: Offsets | None = None,
-    ) -> tuple[Tokens, LayerState | None]:
+    ) -> tuple[Hidden, LayerState | None]:
         """y, and the state after the last token of each sequence.
 
         Without gradients the state that came in is changed in place and
@@ -179,14 +179,14 @@ class Layer(CheckedModule):
         return y, after
 
     def compute(
-        self, x: Tokens, state: LayerState | None, cu_seqlens: Offsets | None
-    ) -> tuple[Tokens, Any]:
+        self, x: Hidden, state: LayerState | None, cu_seqlens: Offsets | None
+    ) -> tuple[Hidden, Any]:
         """y, and a new state or None, of arguments that have been checked."""
         raise NotImplementedError
 
     def fused_step(
-        self, x: Tokens, norm: nn.RMSNorm, state: LayerState
-    ) -> Tokens | None:
+        self, x: Hidden, norm: nn.RMSNorm, state: LayerState
+    ) -> Hidden | None:
         """x + layer(norm(x)) of a few tokens per sequence, the state in place.
 
         In fewer launches than the modules make. None where the layer has no
@@ -247,8 +247,8 @@ def _row_shapes(state: LayerState) -> dict[str, tuple[int, ...]]:
 
 
 def compute_by_token(
-    compute: Callable[..., tuple[Tokens, LayerState]], x: Tokens, state: Any
-) -> tuple[Tokens, LayerState]:
+    compute: Callable[..., tuple[Hidden, LayerState]], x: Hidden, state: Any
+) -> tuple[Hidden, LayerState]:
     """Call a layer's ``compute`` a token at a time; keep accepted states.
 
     The layer goes on from copies, to the last token. Each sequence keeps the
