@@ -77,7 +77,7 @@ def store_scores(b_Aqk, b_Aek, b_beta, scores, rows, META: tl.constexpr):
     step_bound = 0.0
     if scores.R is not None:
         b_Aek = tl.where(o_t >= 0, b_Aek, 0.0)  # [BT, BT]
-        if META.ERASE:
+        if META.HAS_ERASE_KEY:
             b_R = inverse.checked_inverse(b_Aek, PRECISION)
         else:
             largest = tl.max(tl.abs(b_Aek))
@@ -122,7 +122,7 @@ def intra_fwd_kernel(
     PER_HEAD: tl.constexpr = META.PER_HEAD
     PER_CHANNEL: tl.constexpr = META.PER_CHANNEL
     DELTA: tl.constexpr = META.DELTA
-    ERASE: tl.constexpr = META.ERASE
+    HAS_ERASE_KEY: tl.constexpr = META.HAS_ERASE_KEY
     AGAIN: tl.constexpr = PER_CHANNEL and scores.Aqk is None
     KEYS: tl.constexpr = META.key_tiles
     HV_KEYS: tl.constexpr = META.hv_key_tiles
@@ -136,7 +136,7 @@ def intra_fwd_kernel(
         if PER_CHANNEL and not AGAIN:
             tl.store(marks + i_ch, 0)
         return
-    rows, rows_of_key = (t, end, i_hv), (t, end, i_hv // (HV // META.H))
+    rows, rows_of_key = (t, end, i_hv), (t, end, i_hv // (HV // META.QK_HEADS))
     o_t = tile.time_order(BT)
     b_beta = None
     if inputs.beta is not None:
@@ -148,14 +148,14 @@ def intra_fwd_kernel(
         b_g = tile.load_numbers(inputs.g, rows, HV, BT)  # [BT]
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
     b_Aek = tl.zeros([BT, BT], dtype=tl.float32)
-    if ERASE and PER_HEAD:
+    if HAS_ERASE_KEY and PER_HEAD:
         b_ee = tl.zeros([BT], dtype=tl.float32)
         b_kk = tl.zeros([BT], dtype=tl.float32)
     marked, mark = False, 1 + gates.num_levels(BT)
     NK: tl.constexpr = META.NK if PER_CHANNEL or DELTA else 0
     for i_k in range(NK):
         b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
-        if ERASE:
+        if HAS_ERASE_KEY:
             b_e = tile.load_rows(inputs.e, rows, i_k, HV_KEYS)
             if PER_HEAD:
                 b_ee += tl.sum(b_e.to(tl.float32) * b_e, axis=1)
@@ -213,26 +213,26 @@ def intra_fwd_kernel(
             tl.where(tl.arange(0, BT) == BT - 1, b_G, 0.0), axis=0
         )
         factorable = gates.is_factorable(b_total, inputs.k)
-        b_in = b_G - tl.where(factorable, 0.5 * b_total, 0.0)
-        b_out = tl.where(factorable, 0.5, 1.0) * b_total - b_G
-        b_in, b_out = (
-            tl.exp2(b_in.to(tl.float32)),
-            tl.exp2(b_out.to(tl.float32)),
+        b_row_in = b_G - tl.where(factorable, 0.5 * b_total, 0.0)
+        b_row_out = tl.where(factorable, 0.5, 1.0) * b_total - b_G
+        b_row_in, b_row_out = (
+            tl.exp2(b_row_in.to(tl.float32)),
+            tl.exp2(b_row_out.to(tl.float32)),
         )
-        tl.store(tile.slot_row(decays.row_in, i_ch, BT), b_in)
-        tl.store(tile.slot_row(decays.row_out, i_ch, BT), b_out)
+        tl.store(tile.slot_row(decays.row_in, i_ch, BT), b_row_in)
+        tl.store(tile.slot_row(decays.row_out, i_ch, BT), b_row_out)
         b_total = b_total.to(tl.float32)
         tl.store(decays.total + i_ch, b_total)
         if DELTA:
             tl.debug_barrier()  # all of G is there
             if factorable:
-                b_Aek *= b_in[:, None] * b_out[None, :]
+                b_Aek *= b_row_in[:, None] * b_row_out[None, :]
             else:
                 b_G = tl.load(tile.slot_row(decays.G, i_ch, BT))  # [BT]
                 b_Aek *= gates.decay_matrix(b_G)
     step_bound = store_scores(b_Aqk, b_Aek, b_beta, scores, rows, META)
     if PER_HEAD and DELTA:
-        if ERASE:
+        if HAS_ERASE_KEY:
             # Of each I - k e^T the largest singular value, at least 1.
             b_ek = tl.sum(tl.where(o_t == 0, b_Aek, 0.0), axis=1)  # [BT]
             b_ee *= b_kk  # |e|^2 |k|^2
@@ -259,7 +259,7 @@ def intra_unfactorable_kernel(
     if mark == 0:
         return
     t, end = tile.chunk_span(i_c, call.cu_seqlens, call.N, call.T, BT)
-    rows, rows_of_key = (t, end, i_hv), (t, end, i_hv // (HV // META.H))
+    rows, rows_of_key = (t, end, i_hv), (t, end, i_hv // (HV // META.QK_HEADS))
     b_beta = None
     if decays.row_beta is not None:
         b_beta = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))  # [BT]
@@ -270,7 +270,7 @@ def intra_unfactorable_kernel(
         b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)  # [BT, BK]
         b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
         b_e = b_k
-        if META.ERASE:
+        if META.HAS_ERASE_KEY:
             b_e = tile.load_rows(inputs.e, rows, i_k, HV_KEYS)  # [BT, BK]
         b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
         keys = b_q, b_k, b_e

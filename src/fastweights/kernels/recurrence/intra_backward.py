@@ -10,10 +10,10 @@ from fastweights.kernels.recurrence import gates
 @triton.jit
 def is_marked(marks, i_c, i_h, META: tl.constexpr):
     """Whether any value head of key head i_h is marked as unfactorable."""
-    NG: tl.constexpr = META.HV // META.H
+    NG: tl.constexpr = META.HV // META.QK_HEADS
     marked = 0
     for i_g in tl.static_range(NG):
-        i_ch = (i_c.to(tl.int64) * META.H + i_h) * NG + i_g
+        i_ch = (i_c.to(tl.int64) * META.QK_HEADS + i_h) * NG + i_g
         marked |= tl.load(marks + i_ch)
     return marked != 0
 
@@ -24,10 +24,11 @@ def sum_over_values(scan_results, rows, i_ch, i_k, META: tl.constexpr):
 
     Returns the scores' dAqk and -dAek, [BT, BT]; what passes through the
     states, [BT, BK], to q, to k as it is written and, negated, to e, the key
-    that reads (k itself without META.ERASE); and a gate's dtotal, h . dh [BK],
-    or for a gate per head its sum. -dAek and e's are 0 for the additive rule.
-    h . dh is the diagonal of a product: a tile that a product and a sum read
-    has one buffer, which Triton fills again before the product is done.
+    that reads (k itself without META.HAS_ERASE_KEY); and a gate's dtotal,
+    h . dh [BK], or for a gate per head its sum. -dAek and e's are 0 for the
+    additive rule. h . dh is the diagonal of a product: a tile that a product
+    and a sum read has one buffer, which Triton fills again before the product
+    is done.
     """
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
@@ -107,10 +108,10 @@ def intra_bwd_kernel(
     PER_HEAD: tl.constexpr = META.PER_HEAD
     PER_CHANNEL: tl.constexpr = META.PER_CHANNEL
     DELTA: tl.constexpr = META.DELTA
-    ERASE: tl.constexpr = META.ERASE
+    HAS_ERASE_KEY: tl.constexpr = META.HAS_ERASE_KEY
     KEYS: tl.constexpr = META.key_tiles
     HV_KEYS: tl.constexpr = META.hv_key_tiles
-    H: tl.constexpr = META.H
+    H: tl.constexpr = META.QK_HEADS
     HV: tl.constexpr = META.HV
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
@@ -149,11 +150,11 @@ def intra_bwd_kernel(
             b_diag = tl.where(o_t == 0, b_dAqk, 0.0)  # [BT, BT]
             b_diag = (call.scale * b_weight * tl.sum(b_diag, axis=1))[:, None]
         if PER_HEAD:
-            b_in = tl.load(tile.slot_row(decays.row_in, i_ch, BT))  # [BT]
-            b_out = tl.load(tile.slot_row(decays.row_out, i_ch, BT))  # [BT]
+            b_row_in = tl.load(tile.slot_row(decays.row_in, i_ch, BT))  # [BT]
+            b_row_out = tl.load(tile.slot_row(decays.row_out, i_ch, BT))
             b_total = tl.load(decays.total + i_ch)
             b_outer, b_inner = gates.split_decay(b_total, scan_results.do)
-            b_D = b_in[:, None] * (b_out * b_weight)[None, :]  # [BT, BT]
+            b_D = b_row_in[:, None] * (b_row_out * b_weight)[None, :]
             if gates.is_factorable(b_total, scan_results.do) == 0:
                 b_G = tl.load(tile.slot_row(decays.G, i_ch, BT))  # [BT]
                 b_D = gates.decay_matrix(b_G)
@@ -162,7 +163,7 @@ def intra_bwd_kernel(
             b_dAek *= -b_D
         else:
             b_dAqk *= call.scale * b_weight[None, :]
-            if ERASE:  # not as Triton negates: ptxas would wait for all
+            if HAS_ERASE_KEY:  # not as Triton negates: ptxas waits for all
                 b_dAek = tl.fma(b_dAek, -1.0, -0.0)
             else:
                 b_dAek *= -b_weight[None, :]
@@ -175,8 +176,8 @@ def intra_bwd_kernel(
         rows_of_qk = rows if PER_CHANNEL else (t, end, i_h)
         b_write = b_weight[:, None]
         if PER_HEAD:
-            b_decay = (b_outer * b_in)[:, None]  # [BT, 1]
-            b_write *= (b_outer * b_out)[:, None]
+            b_decay = (b_outer * b_row_in)[:, None]  # [BT, 1]
+            b_write *= (b_outer * b_row_out)[:, None]
             b_dtotal *= tl.exp2(b_total)
         elif PER_CHANNEL:
             o_k = i_k * BK + tl.arange(0, BK)
@@ -196,7 +197,7 @@ def intra_bwd_kernel(
         b_dkT = tl.dot(b_qT, b_dAqk, input_precision=PRECISION)  # [BK, BT]
         if DELTA:
             b_k_in = b_k
-            if PER_CHANNEL or ERASE:
+            if PER_CHANNEL or HAS_ERASE_KEY:
                 b_k_in = tile.load_rows(qk.k_in, rows, i_k, HV_KEYS)
             b_k_inT = tl.trans(b_k_in)  # [BK, BT]
             b_dkT = tl.dot(b_k_inT, b_dAek, b_dkT, input_precision=PRECISION)
@@ -209,9 +210,9 @@ def intra_bwd_kernel(
         if DELTA and PER_CHANNEL:
             b_pairs += b_k_in * b_de
         b_dk_scores = tl.trans(b_dkT)  # [BT, BK]
-        if DELTA and ERASE and PER_HEAD:
+        if DELTA and HAS_ERASE_KEY and PER_HEAD:
             b_pairs += b_k_in * b_de
-        if PER_HEAD and DELTA and not ERASE:
+        if PER_HEAD and DELTA and not HAS_ERASE_KEY:
             b_pairs += b_k * (b_de - b_dk_scores)
         elif GATED:
             b_pairs = tl.fma(-b_k.to(tl.float32), b_dk_scores, b_pairs)
@@ -243,7 +244,7 @@ def intra_bwd_kernel(
             b_dk_scores *= tl.exp2(b_G)
         b_dq += b_dq_hv
         b_dk += b_dk_hv + b_dk_scores
-        if ERASE:
+        if HAS_ERASE_KEY:
             tile.store_rows(grads.de, b_de, rows, i_k, HV_KEYS)
         elif DELTA:
             b_dk += b_de
@@ -311,7 +312,7 @@ def add_grads(
         b_er = (b_e * b_row).to(dtype)  # [BT, BK]
         b_A = tl.where(m_A, b_dAek, 0.0).to(dtype)
         b_der = tile.dot(b_A, b_kc, None, PRECISION, True)  # [BT, BK]
-        if META.ERASE:
+        if META.HAS_ERASE_KEY:
             b_de += b_row * b_der
         else:
             b_dk_hv += b_row * b_der
@@ -335,10 +336,10 @@ def intra_bwd_unfactorable_kernel(
     by_columns, or it would be computed twice.
     """
     DELTA: tl.constexpr = META.DELTA
-    ERASE: tl.constexpr = META.ERASE
+    HAS_ERASE_KEY: tl.constexpr = META.HAS_ERASE_KEY
     KEYS: tl.constexpr = META.key_tiles
     HV_KEYS: tl.constexpr = META.hv_key_tiles
-    H: tl.constexpr = META.H
+    H: tl.constexpr = META.QK_HEADS
     HV: tl.constexpr = META.HV
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
@@ -367,7 +368,7 @@ def intra_bwd_unfactorable_kernel(
         b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
         b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)  # [BT, BK]
         b_e = b_k
-        if ERASE:
+        if HAS_ERASE_KEY:
             b_e = tile.load_rows(inputs.e, rows, i_k, HV_KEYS)  # [BT, BK]
         o_k = i_k * BK + tl.arange(0, BK)
         p_total = decays.total + i_ch * META.K + o_k
@@ -383,7 +384,7 @@ def intra_bwd_unfactorable_kernel(
         b_dq_hv = tile.by_columns(b_dq_hv, True)
         b_dk_hv = tile.by_columns(b_dk_hv, True)
         b_de = tile.by_columns(b_de, True)
-        if ERASE:
+        if HAS_ERASE_KEY:
             b_dAek = tl.fma(b_dAek, -1.0, -0.0)  # see intra_bwd_kernel
         elif DELTA:
             if grads.dbeta is not None:
@@ -408,7 +409,7 @@ def intra_bwd_unfactorable_kernel(
         b_diag = tl.sum(tl.where(o_t == 0, b_dAqk, 0.0), axis=1)[:, None]
         b_dq_hv += b_diag * b_k
         b_dk_hv += b_diag * b_q
-        if not ERASE:
+        if not HAS_ERASE_KEY:
             b_dk_hv += b_de
         b_dAqk = tl.where(o_t > 0, b_dAqk, 0.0).to(dtype)  # [BT, BT]
         b_dAek = tl.where(o_t > 0, b_dAek, 0.0).to(dtype)  # [BT, BT]
@@ -428,7 +429,7 @@ def intra_bwd_unfactorable_kernel(
 
         b_dq += b_dq_hv
         b_dk += b_dk_hv
-        if ERASE:
+        if HAS_ERASE_KEY:
             tile.store_rows(grads.de, b_de, rows, i_k, HV_KEYS)
         b_dg += gates.sum_rows(o_t <= 0, b_pairs, SPLIT, True)
         tile.store_rows(grads.dg, b_dg, rows, i_k, HV_KEYS)

@@ -69,9 +69,15 @@ def head_decays(decays, i_ch, x, META: tl.constexpr):
     """
     b_total = tl.load(decays.total + i_ch)
     b_outer, b_inner = gates.split_decay(b_total, x)
-    b_in = tl.load(tile.slot_row(decays.row_in, i_ch, META.BT))[:, None]
-    b_out = tl.load(tile.slot_row(decays.row_out, i_ch, META.BT))[:, None]
-    return b_outer, b_inner, b_in, b_out, gates.is_factorable(b_total, x)
+    b_row_in = tl.load(tile.slot_row(decays.row_in, i_ch, META.BT))[:, None]
+    b_row_out = tl.load(tile.slot_row(decays.row_out, i_ch, META.BT))[:, None]
+    return (
+        b_outer,
+        b_inner,
+        b_row_in,
+        b_row_out,
+        gates.is_factorable(b_total, x),
+    )
 
 
 @triton.jit
@@ -227,10 +233,10 @@ def scan_fwd_kernel(
 
     q_in, k_in, k_out [T, HV, K] are those of intra for a gate per channel;
     else they are q, k, k [T, H, K], and the decays of a gate per head act on
-    the rows of what these multiply. With ERASE k_in [T, HV, K] is of the key
-    that erases, and beta is 1. The delta rule writes beta times its errors u,
-    which are what the values are more than what the keys find: (I + Aek
-    Diag(beta))^{-1} r, where r is that for the state S at the chunk's
+    the rows of what these multiply. With HAS_ERASE_KEY k_in [T, HV, K] is of
+    the key that erases, and beta is 1. The delta rule writes beta times its
+    errors u, which are what the values are more than what the keys find:
+    (I + Aek Diag(beta))^{-1} r, where r is that for the state S at the chunk's
     entrance. With o the kernel writes the outputs and the final state; with
     h, for the backward, the state that enters each chunk, and the errors.
     With neither it writes the map of the segment before a border: B to
@@ -244,7 +250,7 @@ def scan_fwd_kernel(
     PER_HEAD: tl.constexpr = META.PER_HEAD
     PER_CHANNEL: tl.constexpr = META.PER_CHANNEL
     DELTA: tl.constexpr = META.DELTA
-    ERASE: tl.constexpr = META.ERASE
+    HAS_ERASE_KEY: tl.constexpr = META.HAS_ERASE_KEY
     PRECISION: tl.constexpr = META.PRECISION
     KEYS: tl.constexpr = META.key_tiles
     READ_KEYS: tl.constexpr = META.read_key_tiles
@@ -262,8 +268,8 @@ def scan_fwd_kernel(
     NM: tl.constexpr = META.NM if MAP and DELTA else 0
     i_v, i_x = tl.program_id(0) % (NV + NM), tl.program_id(0) // (NV + NM)
     i_hv, i_x = i_x % HV, i_x // HV
-    i_h = i_hv // (HV // META.H)
-    i_read = i_hv if ERASE else i_h
+    i_qk = i_hv // (HV // META.QK_HEADS)
+    i_read = i_hv if HAS_ERASE_KEY else i_qk
     is_M = i_v >= NV  # a program of M
     program = Program(i_x, i_hv, i_v, is_M)
     chunks = chunks_of(
@@ -276,7 +282,7 @@ def scan_fwd_kernel(
     t_v = tile.sequence_tiles(v, span, VALUES)
     if not PER_CHANNEL or DELTA:
         t_k_in = tile.sequence_tiles(qk.k_in, span, READ_KEYS)
-    if PER_CHANNEL or ERASE:
+    if PER_CHANNEL or HAS_ERASE_KEY:
         t_k_out = tile.sequence_tiles(qk.k_out, span, KEYS)
     if DELTA:
         t_R = tile.sequence_tiles(scores.R, span, SCORES)
@@ -298,7 +304,7 @@ def scan_fwd_kernel(
             b_outer, b_inner = channel_decays(decays, i_ch, v, META)
             b_S *= b_outer  # to where half of each channel has decayed
         elif PER_HEAD and DELTA:
-            b_outer, b_inner, b_in, b_out, factorable = head_decays(
+            b_outer, b_inner, b_row_in, b_row_out, factorable = head_decays(
                 decays, i_ch, v, META
             )
         if WRITES_O and PER_HEAD and not DELTA:
@@ -310,11 +316,11 @@ def scan_fwd_kernel(
 
         if WRITES_O and not PER_CHANNEL:
             # Before the errors, to free S_in's room.
-            b_q = tile.load_chunk(t_q_in, span, c, i_h, 0, KEYS)
+            b_q = tile.load_chunk(t_q_in, span, c, i_qk, 0, KEYS)
             b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # q S
 
         if PER_HEAD and not DELTA:  # here its rows cost no registers
-            b_outer, b_inner, b_in, b_out, factorable = head_decays(
+            b_outer, b_inner, b_row_in, b_row_out, factorable = head_decays(
                 decays, i_ch, v, META
             )
         b_v_new = b_v  # [BT, BV]
@@ -327,13 +333,13 @@ def scan_fwd_kernel(
             tile.store_state(outputs.h, b_S_in, i_ch, i_v, True, META)
         if DELTA:
             if PER_HEAD:
-                b_kS *= b_outer * b_in
+                b_kS *= b_outer * b_row_in
             b_r = b_v - b_kS  # [BT, BV]
-            b_step = (b_r if ERASE else b_beta * b_r).to(b_v.dtype)
+            b_step = (b_r if HAS_ERASE_KEY else b_beta * b_r).to(b_v.dtype)
             b_u = tile.dot(b_R, b_step, b_r, PRECISION, WIDE)  # r + R beta r
             if KEEPS:
                 tile.store_rows(outputs.u, b_u, rows, i_v, VALUES)
-            b_v_new = b_u if ERASE else b_u * b_beta
+            b_v_new = b_u if HAS_ERASE_KEY else b_u * b_beta
 
         if PER_HEAD:
             b_S *= b_outer * b_inner
@@ -343,10 +349,10 @@ def scan_fwd_kernel(
             b_decay *= b_outer * b_inner * b_outer
         b_new = b_v_new
         if PER_HEAD:
-            b_new *= b_out
+            b_new *= b_row_out
         b_new = b_new.to(b_v.dtype)  # [BT, BV], from where the chunk is seen
-        if PER_CHANNEL or ERASE:
-            b_k = tile.load_chunk(t_k_out, span, c, i_h, 0, KEYS)
+        if PER_CHANNEL or HAS_ERASE_KEY:
+            b_k = tile.load_chunk(t_k_out, span, c, i_qk, 0, KEYS)
         b_kT = tl.trans(b_k)  # [BK, BT]
         # S' = decay S + k^T v_new [BK, BV]
         b_S = tl.dot(b_kT, b_new, b_S, input_precision=PRECISION)
@@ -356,12 +362,12 @@ def scan_fwd_kernel(
                 b_A = tile.dot(b_q, b_kT, None, PRECISION, WIDE)
             else:
                 b_A = tile.load_chunk(t_Aqk, span, c, i_hv, 0, SCORES)
-                b_q = tile.load_chunk(t_q_in, span, c, i_h, 0, KEYS)
+                b_q = tile.load_chunk(t_q_in, span, c, i_qk, 0, KEYS)
                 b_o = tl.dot(b_q, b_S_in, input_precision=PRECISION)  # q S
             b_scale = call.scale
             if PER_HEAD:
-                b_o *= tl.where(factorable, b_outer, b_in)
-                b_scale = call.scale * tl.where(factorable, b_in, 1.0)
+                b_o *= tl.where(factorable, b_outer, b_row_in)
+                b_scale = call.scale * tl.where(factorable, b_row_in, 1.0)
                 if factorable == 0:
                     if DELTA:  # no registers are left to load it ahead
                         b_G = tl.load(tile.slot_row(decays.G, i_ch, BT))
@@ -493,7 +499,7 @@ def scan_bwd_kernel(
     PER_HEAD: tl.constexpr = META.PER_HEAD
     PER_CHANNEL: tl.constexpr = META.PER_CHANNEL
     DELTA: tl.constexpr = META.DELTA
-    ERASE: tl.constexpr = META.ERASE
+    HAS_ERASE_KEY: tl.constexpr = META.HAS_ERASE_KEY
     PRECISION: tl.constexpr = META.PRECISION
     KEYS: tl.constexpr = META.key_tiles
     READ_KEYS: tl.constexpr = META.read_key_tiles
@@ -510,8 +516,8 @@ def scan_bwd_kernel(
     WIDE: tl.constexpr = BK * BV > 128 * 64  # 8 warps
     i_v, i_x = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_hv, i_x = i_x % HV, i_x // HV
-    i_h = i_hv // (HV // META.H)
-    i_read = i_hv if ERASE else i_h
+    i_qk = i_hv // (HV // META.QK_HEADS)
+    i_read = i_hv if HAS_ERASE_KEY else i_qk
     program = Program(i_x, i_hv, i_v, None)
     chunks = chunks_back_of(
         program, grads.dinitial_state, decays.map_bound, call, MAP, META
@@ -526,7 +532,7 @@ def scan_bwd_kernel(
     t_do = tile.sequence_tiles(output_grads.do, span, VALUES)
     if PER_CHANNEL:
         t_Aqk = tile.sequence_tiles(scores.Aqk, span, SCORES)
-    if DELTA and (PER_CHANNEL or ERASE):
+    if DELTA and (PER_CHANNEL or HAS_ERASE_KEY):
         t_k_in = tile.sequence_tiles(qk.k_in, span, READ_KEYS)
     if DELTA:
         t_R = tile.sequence_tiles(scores.R, span, SCORES)
@@ -547,14 +553,14 @@ def scan_bwd_kernel(
             b_dS *= b_outer
             b_dS_out = b_dS.to(output_grads.do.dtype.element_ty)
         elif PER_HEAD:
-            b_outer, b_inner, b_in, b_out, factorable = head_decays(
+            b_outer, b_inner, b_row_in, b_row_out, factorable = head_decays(
                 decays, i_ch, output_grads.do, META
             )
 
         if PER_HEAD:
             b_G = tl.load(tile.slot_row(decays.G, i_ch, BT))  # [BT]
-        b_k = tile.load_chunk(t_k_out, span, c, i_h, 0, KEYS)
-        b_q = tile.load_chunk(t_q_in, span, c, i_h, 0, KEYS)
+        b_k = tile.load_chunk(t_k_out, span, c, i_qk, 0, KEYS)
+        b_q = tile.load_chunk(t_q_in, span, c, i_qk, 0, KEYS)
         b_do = tile.load_chunk(t_do, span, c, i_hv, i_v, VALUES)
         if SUMS_DBETA:
             b_u = tile.load_chunk(t_u, span, c, i_hv, i_v, VALUES)
@@ -562,7 +568,7 @@ def scan_bwd_kernel(
 
         b_do_in = b_do
         if PER_HEAD:
-            b_do_in *= b_in
+            b_do_in *= b_row_in
         b_do_in = b_do_in.to(output_grads.do.dtype.element_ty)  # [BT, BV]
         b_w = tile.dot(b_k, b_dS_out, None, PRECISION, WIDE)  # [BT, BV]
         if not PER_CHANNEL:
@@ -572,7 +578,7 @@ def scan_bwd_kernel(
             b_A = tl.trans(b_A)  # [BT, BT]
         b_do_A = b_do_in
         if PER_HEAD:
-            b_w *= tl.where(factorable, b_outer, b_out)
+            b_w *= tl.where(factorable, b_outer, b_row_out)
             if factorable == 0:
                 b_A *= gates.decay_matrix(b_G, TRANSPOSED=True)
                 b_do_A = b_do.to(output_grads.do.dtype.element_ty)
@@ -581,18 +587,18 @@ def scan_bwd_kernel(
             b_A = b_A.to(b_do_in.dtype)
         b_w = tile.dot(b_A, b_do_A, b_w, PRECISION, WIDE)  # [BT, BV]
         if PER_HEAD:
-            b_w *= tl.where(factorable, b_out, 1.0)
+            b_w *= tl.where(factorable, b_row_out, 1.0)
         b_dv = b_w  # [BT, BV]
         if decays.row_beta is not None:
             b_beta = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))[:, None]
         if DELTA:
             b_R = tile.load_chunk(t_R, span, c, i_hv, 0, SCORES)
-            b_step = (b_w if ERASE else b_beta * b_w).to(b_do_in.dtype)
+            b_step = (b_w if HAS_ERASE_KEY else b_beta * b_w).to(b_do_in.dtype)
             b_y = tile.dot(tl.trans(b_R), b_step, b_w, PRECISION, WIDE)
             if SUMS_DBETA:
                 b_dbeta = tl.sum(b_u * b_y, axis=1)[:, None]  # [BT, 1]
                 tile.store_rows(grads.dbeta, b_dbeta, rows, i_v, PARTS)
-            b_dv = b_y if ERASE else b_y * tile.nonzero(b_beta)
+            b_dv = b_y if HAS_ERASE_KEY else b_y * tile.nonzero(b_beta)
         if not MAP:
             tile.store_rows(grads.dv, b_dv, rows, i_v, VALUES)
 
@@ -605,8 +611,8 @@ def scan_bwd_kernel(
         if DELTA:
             b_dkS = -b_dv
             if PER_HEAD:
-                b_dkS *= b_in
-            if PER_CHANNEL or ERASE:
+                b_dkS *= b_row_in
+            if PER_CHANNEL or HAS_ERASE_KEY:
                 b_k = tile.load_chunk(t_k_in, span, c, i_read, 0, READ_KEYS)
             b_kT = tl.trans(b_k)  # [BK, BT]
             b_dkS = b_dkS.to(b_do_in.dtype)

@@ -35,7 +35,7 @@ class CallKind(NamedTuple):
     delta: bool
     chunk_size: int
     precision: str  # gpu.dot_precision
-    erase: bool = False  # of the delta rule: another key than k erases
+    has_erase_key: bool = False  # by which the delta rule erases, not by k
     on_ranks: bool = False  # other ranks have the tokens before and after
 
     @property
@@ -65,7 +65,7 @@ class RecurrenceMeta:
     No tuple, which a launch would take for a group of arguments.
     """
 
-    H: int  # key heads: of a gate per channel HV, but inside of chunks
+    QK_HEADS: int  # HV for q_in, k_in, k_out of a gate per channel, else H
     HV: int
     K: int
     V: int  # 0 where no value is looked at
@@ -79,7 +79,7 @@ class RecurrenceMeta:
     BV: int = 1
     BJ: int = 1
     TMA: bool = False  # the tensor memory accelerator loads its tiles
-    ERASE: bool = False
+    HAS_ERASE_KEY: bool = False
     RANKS: bool = False  # sequences may go on past the last token
 
     @property
@@ -109,13 +109,13 @@ class RecurrenceMeta:
     @property
     def key_tiles(self) -> Tiles:
         """How q is cut, and k as it is written."""
-        return Tiles(self.H, self.K, self.BT, self.BK, self.TMA)
+        return Tiles(self.QK_HEADS, self.K, self.BT, self.BK, self.TMA)
 
     @property
     def read_key_tiles(self) -> Tiles:
         """How the keys are cut that read the state for the delta rule."""
-        H = self.HV if self.ERASE else self.H
-        return Tiles(H, self.K, self.BT, self.BK, self.TMA)
+        heads = self.HV if self.HAS_ERASE_KEY else self.QK_HEADS
+        return Tiles(heads, self.K, self.BT, self.BK, self.TMA)
 
     @property
     def hv_key_tiles(self) -> Tiles:
@@ -159,7 +159,7 @@ def intra_options(stage: str, kind: CallKind) -> dict[str, int]:
         if kind.has_prefetch_room and not kind.per_channel:
             options["BK"] = max(min_columns, triton.next_power_of_2(kind.K))
             # four programs a multiprocessor, or three
-            options["maxnreg"] = 168 if kind.erase else 128
+            options["maxnreg"] = 168 if kind.has_erase_key else 128
         if kind.has_prefetch_room and stage == "intra_again":
             options["maxnreg"] = 168  # three
         return options
@@ -208,7 +208,7 @@ def scan_options(stage: str, kind: CallKind) -> dict[str, int]:
     K, V, large = kind.K, kind.V, kind.gpu.has_large_shared
     prefetch = kind.has_prefetch_room
     chained = kind.delta and not kind.per_channel
-    if kind.erase and not kind.gpu.forbids_prefetch:
+    if kind.has_erase_key and not kind.gpu.forbids_prefetch:
         chained = False  # there is room for one program, of all its tiles
     BK = max(min_tile_columns(kind.dtype), triton.next_power_of_2(K))
     BV = scan_value_columns(kind)
@@ -218,7 +218,8 @@ def scan_options(stage: str, kind: CallKind) -> dict[str, int]:
     BV = 2 * BV if wide else BV
     num_stages = 3 if wide or stage == "segment_maps" else 2
     back = stage.endswith("backward")
-    two_keys = kind.per_channel or kind.erase  # that read, and that write
+    # keys that read, and others that write
+    two_keys = kind.per_channel or kind.has_erase_key
     if (stage == "scan" or back) and kind.delta and two_keys:
         num_stages = 2  # no room for three
     if not prefetch or kind.gpu.forbids_prefetch:
@@ -296,7 +297,7 @@ def settings_of(
     sizes: Any = {x: options.pop(x) for x in tiles if x in options}
     inside = stage in INTRA_STAGES
     meta = RecurrenceMeta(
-        H=kind.HV if kind.per_channel and not inside else kind.H,
+        QK_HEADS=kind.HV if kind.per_channel and not inside else kind.H,
         HV=kind.HV,
         K=kind.K,
         V=kind.V if "BV" in sizes else 0,
@@ -306,7 +307,7 @@ def settings_of(
         DELTA=kind.delta,
         PRECISION=kind.precision,
         BACK=stage.endswith("backward"),
-        ERASE=kind.erase,
+        HAS_ERASE_KEY=kind.has_erase_key,
         RANKS=kind.on_ranks and not inside,
         **sizes,
     )

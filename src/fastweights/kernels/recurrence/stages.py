@@ -92,7 +92,9 @@ def sums_dbeta_by_tiles(kind: CallKind) -> bool:
     It does in fp16, where dv has too few of its bits. Elsewhere
     intra_bwd_kernel finds it from dv.
     """
-    return kind.delta and not kind.erase and kind.dtype == torch.float16
+    return (
+        kind.delta and not kind.has_erase_key and kind.dtype == torch.float16
+    )
 
 
 class TensorSpecs:
@@ -162,7 +164,7 @@ class TensorSpecs:
         k_in = spec("k_in", "tokens", (HV, K), low, channel and delta)
         k_out = spec("k_out", "tokens", (HV, K), low, channel)
         row_in = spec("row_in", "slots", scores, fp32, head)
-        strengths = delta and not kind.erase
+        strengths = delta and not kind.has_erase_key
         row_beta = spec("row_beta", "slots", scores, fp32, strengths)
         total = spec("total", "slots", gate, fp32, gated)
         G = spec("G", "slots", scores, torch.float64, head)
