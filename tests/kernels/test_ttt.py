@@ -177,10 +177,10 @@ def test_where_the_kernel_is_chosen(capability, dtype, want, monkeypatch):
         torch.cuda, "get_device_capability", lambda _: capability
     )
     there = torch.device("cuda")
-    assert backends.network_backend("auto", there, dtype) == want
-    assert backends.network_backend("triton", there, dtype) == "triton"
+    assert backends.deep_backend("auto", there, dtype) == want
+    assert backends.deep_backend("triton", there, dtype) == "triton"
     monkeypatch.setattr(backends, "choose_backend", lambda *_: "torch")
-    assert backends.network_backend("auto", there, dtype) == "torch"
+    assert backends.deep_backend("auto", there, dtype) == "torch"
 
 
 ON_GPU = [(16, 16, 16), (250, 64, 16), (1000, 128, 16)]

@@ -36,7 +36,7 @@ from fastweights.ops.common.backends import (
     record_run,
     recurrence_backend,
 )
-from fastweights.ops.common.registration import register, skip_dispatcher
+from fastweights.ops.common.registration import operator_or_function, register
 from fastweights.ops.common.rows import (
     Rows,
     check_rows_of_states,
@@ -146,7 +146,7 @@ def decode_step(
     tensors = (q, k, v, g, beta, erase_key, state, rows, num_accepted)
     if torch.compiler.is_compiling():
         return DECODE(*tensors, scale, backend)
-    step = skip_dispatcher(DECODE, _decode, tensors)
+    step = operator_or_function(DECODE, _decode, tensors)
     if state.is_inference():
         # Only there may it be changed; what is returned goes anywhere.
         with torch.inference_mode():

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fastweights.ops.common.backends import (
+    deep_backend,
     max_head_size,
-    network_backend,
     record_run,
 )
 from fastweights.ops.common.registration import register
@@ -28,7 +28,7 @@ def kernel_takes(backend: str, q: Tensor) -> bool:
     """
     K, limit = q.shape[-1], max_head_size(q, MAX_K)
     missing = "" if limit >= K else f"heads of at most {limit}, not {K}"
-    return network_backend(backend, q.device, q.dtype, missing) == "triton"
+    return deep_backend(backend, q.device, q.dtype, missing) == "triton"
 
 
 def _solve(

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fastweights.dtypes import without_autocast
 from fastweights.ops.common.backends import (
+    deep_backend,
     max_head_size,
-    network_backend,
     record_run,
 )
 from fastweights.ops.common.registration import Operator
@@ -36,7 +36,7 @@ def kernel_takes(backend: str, q: Tensor, size: int, depth: int) -> bool:
     )
     fits = depth == 1 and limit >= K and size <= MAX_C
     missing = "" if fits else need
-    return network_backend(backend, q.device, q.dtype, missing) == "triton"
+    return deep_backend(backend, q.device, q.dtype, missing) == "triton"
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

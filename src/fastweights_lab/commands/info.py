@@ -18,7 +18,7 @@ import torch
 
 import fastweights as fw
 from fastweights import deep
-from fastweights.ops.common.backends import network_backend
+from fastweights.ops.common.backends import deep_backend
 from fastweights_lab.records import machine
 from fastweights_lab.text.training import chosen_device
 
@@ -81,6 +81,6 @@ def backend(
         return "torch", "Triton's interpreter runs if asked for by name"
     if operator not in (deep.ttt, deep.mesa):
         return "triton", ""
-    chosen = network_backend("auto", device, dtype)
+    chosen = deep_backend("auto", device, dtype)
     why = "" if chosen == "triton" else "its kernel would not be faster here"
     return chosen, why

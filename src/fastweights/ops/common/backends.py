@@ -24,8 +24,8 @@ BACKENDS = get_args(Backend)
 KernelOrTorch = Literal["auto", "triton", "torch"]
 """Backends of what is no loop in PyTorch."""
 KERNEL_OR_TORCH = get_args(KernelOrTorch)
-NETWORK_GPUS = (9, 10)
-"""Major compute capabilities whose registers suffice for networks' kernels."""
+DEEP_KERNEL_CAPABILITIES = (9, 10)
+"""Major compute capabilities whose registers suffice for deep memories."""
 
 
 @torch_internals.constant_in_graphs
@@ -69,7 +69,7 @@ def recurrence_backend(backend: str, q: Tensor) -> str:
 
 
 @torch_internals.constant_in_graphs
-def network_backend(
+def deep_backend(
     backend: str, device: torch.device, dtype: torch.dtype, missing: str = ""
 ) -> str:
     """The backend that runs for a memory that is a network.
@@ -89,7 +89,7 @@ def network_backend(
     if chosen != "triton" or backend == "triton":
         return chosen
     major, _ = torch.cuda.get_device_capability(device)
-    faster = dtype != torch.float32 and major in NETWORK_GPUS
+    faster = dtype != torch.float32 and major in DEEP_KERNEL_CAPABILITIES
     return "triton" if faster else "torch"
 
 

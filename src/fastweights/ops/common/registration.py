@@ -127,7 +127,9 @@ class Operator:
             return self.shown_results(self.forward(*arguments))
         if torch_internals.under_transform():
             self.refuse_transforms(*inputs)
-        operator = skip_dispatcher(self.forward, self.functions[0], inputs)
+        operator = operator_or_function(
+            self.forward, self.functions[0], inputs
+        )
         # A trace takes the operator's own gradient.
         if needs_gradient(*inputs) and not torch.jit.is_tracing():
             for name, x in zip(self.input_names, inputs, strict=True):
@@ -162,7 +164,9 @@ class Operator:
         operator: Callable = self.backward  # which refuses its own gradient
         if not torch.is_grad_enabled():
             arguments = (*grads, *tensors)
-            operator = skip_dispatcher(operator, self.functions[1], arguments)
+            operator = operator_or_function(
+                operator, self.functions[1], arguments
+            )
         results = iter(operator(*grads, *tensors[:n], *saved, *ctx.options))
         inputs = tensors[: self.num_differentiable]
         nones = n - len(inputs) + len(ctx.options)
@@ -219,7 +223,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     )
 
 
-def skip_dispatcher(
+def operator_or_function(
     operator: Callable, function: Callable, tensors: Iterable[Any]
 ) -> Callable:
     """The function behind an operator, which spares the host 50 us per call.
