@@ -91,7 +91,7 @@ class Exchange:
         M = self.own_map(passing.products, B)
         matrix = M.shape[-1] == M.shape[-2]
         state, self.last, self.maps = prefix_over_ranks(
-            self.ranks, M, B, matrix, self.invariant, launches.meanwhile
+            self.ranks, M, B, matrix, self.invariant, launches.overlap
         )
         if self.ranks.rank > 0:
             rows = s and (s.incoming, s.receives)
@@ -108,7 +108,7 @@ class Exchange:
                 grad = self.ranks.gather(self.dstate).double().sum(0).to(grad)
             order = range(size)[::-1]
             self.compose_all(passing, launches, grad, order)
-            launches.meanwhile()
+            launches.overlap()
             return
         launches.compose()
         D = passing.leaving
@@ -117,7 +117,7 @@ class Exchange:
             D = where_rows(receives, D.index_select(0, s.incoming), 0)
         M, dlast = self.maps[..., : -D.shape[-1]], self.dstate
         state = suffix_over_ranks(
-            self.ranks, M, D, dlast, self.invariant, launches.meanwhile
+            self.ranks, M, D, dlast, self.invariant, launches.overlap
         )
         if state is not None:
             rows = s and (s.outgoing, s.sends)

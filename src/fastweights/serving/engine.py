@@ -135,7 +135,7 @@ class Engine:
         stop_tokens = frozenset(as_stops(stop, vocab_size))
         sampling = temperature, top_p, stop_tokens, as_seed(seed)
         request = Request(self, tokens.tolist(), max_new_tokens, *sampling)
-        self.enqueue([request])
+        self._enqueue([request])
         return request
 
     @property
@@ -156,12 +156,12 @@ class Engine:
         self._admit()
         self._prefill()
         last = self._step_running()
-        self.collect()
+        self._collect()
         self._last_step = last
         new, self._new_tokens = self._new_tokens, []
         return new
 
-    def enqueue(self, requests: list[Request]) -> None:
+    def _enqueue(self, requests: list[Request]) -> None:
         """Let requests wait for a row; end those that have all tokens."""
         for request in requests:
             if len(request.tokens) < request.max_new_tokens:
@@ -246,7 +246,7 @@ class Engine:
                 self._leave(request)
         return requests, rows, tokens
 
-    def collect(self) -> None:
+    def _collect(self) -> None:
         """Give requests the tokens that the last step drew."""
         if self._last_step is None:
             return
@@ -257,16 +257,16 @@ class Engine:
             if request.done:  # since that step began
                 continue
             if token < 0:
-                self.end(request, "not finite")
+                self._end(request, "not finite")
             elif token in request.stop:
-                self.end(request, "stop")
+                self._end(request, "stop")
             else:
                 request.append(token)
                 self._new_tokens.append((request, token))
                 if len(request.tokens) == request.max_new_tokens:
-                    self.end(request, "length")
+                    self._end(request, "length")
 
-    def end(self, request: Request, reason: str) -> None:
+    def _end(self, request: Request, reason: str) -> None:
         """End a request; the first of its forks reads on for the others."""
         request.finish_reason, request.initial_states = reason, None
         if request in self.waiting:
@@ -294,7 +294,7 @@ class Engine:
         try:
             yield
         except BaseException:
-            self.collect()
+            self._collect()
             for request in reversed([x for x in requests if not x.done]):
                 self._leave(request)
                 self.waiting.appendleft(request)

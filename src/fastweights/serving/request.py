@@ -83,7 +83,7 @@ class Request:
         """
         check_sizes(n=n)
         seeds = [as_seed(None if seed is None else seed + i) for i in range(n)]
-        self.engine.collect()
+        self.engine._collect()
         running = self in self.engine.running
         states = self.engine.pool.snapshot(self.row) if running else None
         forks = [
@@ -91,7 +91,7 @@ class Request:
             for s in seeds
         ]
         if running or self.done:
-            self.engine.enqueue(forks)
+            self.engine._enqueue(forks)
         else:
             self.forks += forks
         return forks
@@ -99,7 +99,7 @@ class Request:
     def cancel(self) -> None:
         """End the request, if it has not ended, and free its row at once."""
         if not self.done:
-            self.engine.end(self, "cancelled")
+            self.engine._end(self, "cancelled")
 
 
 def as_seed(seed: int | None) -> int:

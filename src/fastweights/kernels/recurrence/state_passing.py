@@ -31,7 +31,7 @@ class ExchangeLaunches(NamedTuple):
     """What a schedule leaves to the exchange of states to launch."""
 
     compose: LaunchWith
-    meanwhile: Callable[[], None]  # while tensors travel
+    overlap: Callable[[], None]  # while tensors travel
     add_arriving: LaunchWith
 
 
