@@ -75,7 +75,11 @@ ScanOutputs = namedtuple(
 )
 # What enters a scan back, and what it writes.
 OutputGrads = namedtuple("OutputGrads", "do dstate")
-ScanGrads = namedtuple("ScanGrads", "dv dbeta dh dinitial_state border_grads")
+ScanGrads = namedtuple(
+    "ScanGrads",
+    "dv dbeta dh dinitial_state border_grads",
+    defaults=(None, None, None, None, None),
+)
 # What the scans leave to intra_backward, and what that writes.
 ScanResults = namedtuple("ScanResults", "do u dv h dh")
 IntraGrads = namedtuple("IntraGrads", "dq dk dg dg_parts dtotal dbeta de")
@@ -314,7 +318,6 @@ def backward_schedule(
     builder = ScheduleBuilder(kind, dtypes)
     x, H, HV = builder.specs, kind.H, kind.HV
     groups: tuple[Any, ...]
-    grads: tuple[Any, ...]
     scores, output_grads = Scores(x.Aqk, x.R), OutputGrads(x.do, x.dstate)
     if kind.per_channel:
         groups = x.inputs, x.qk, x.decays, Scores(), None
@@ -323,8 +326,10 @@ def backward_schedule(
         builder.add(stage, intra_fwd_kernel, programs, *groups)
     if segmented:
         stage = "segment_maps_backward"
-        grads = ScanGrads(None, None, None, x.dinitial_state, x.border_grads)
-        groups = x.qk, x.decays, scores, None, output_grads, grads
+        border_grads = ScanGrads(
+            dinitial_state=x.dinitial_state, border_grads=x.border_grads
+        )
+        groups = x.qk, x.decays, scores, None, output_grads, border_grads
         programs = RuntimeNumber("borders", 2 * HV * meta_of(stage, kind).NV)
         builder.add(stage, scan_bwd_kernel, programs, *groups)
         ends = x.dstate, x.border_grads, x.dinitial_state
@@ -338,29 +343,38 @@ def backward_schedule(
     builder.add_tiles("chunk_states", scan_fwd_kernel, "segments", *groups)
     if kind.on_ranks:
         builder.add_arriving("add_arriving_backward", passing)
-    u, dbeta_of_tiles, dbeta_of_rows = None, None, x.dbeta
-    if sums_dbeta_by_tiles(kind):
-        u, dbeta_of_tiles, dbeta_of_rows = x.u, x.dbeta, None
-    border_grads = x.border_grads if segmented else None
-    dstates = x.dh, x.dinitial_state, border_grads
-    grads = ScanGrads(x.dv, dbeta_of_tiles, *dstates)
-    groups = x.qk, x.decays, scores, u, output_grads, grads
+    by_tiles = sums_dbeta_by_tiles(kind)
+    scan_grads = ScanGrads(
+        dv=x.dv,
+        dbeta=x.dbeta if by_tiles else None,
+        dh=x.dh,
+        dinitial_state=x.dinitial_state,
+        border_grads=x.border_grads if segmented else None,
+    )
+    u = x.u if by_tiles else None
+    groups = x.qk, x.decays, scores, u, output_grads, scan_grads
     builder.add_tiles("scan_backward", scan_bwd_kernel, "segments", *groups)
 
-    u = x.u if kind.delta else x.v
-    scan_results = ScanResults(x.do, u, x.dv, x.h, x.dh)
-    dg = None if kind.per_head else x.dg
-    gates = dg, x.dg_parts, x.dtotal
-    grads = IntraGrads(x.dq, x.dk, *gates, dbeta_of_rows, x.derase_key)
+    written = x.u if kind.delta else x.v
+    scan_results = ScanResults(x.do, written, x.dv, x.h, x.dh)
+    intra_grads = IntraGrads(
+        dq=x.dq,
+        dk=x.dk,
+        dg=None if kind.per_head else x.dg,
+        dg_parts=x.dg_parts,
+        dtotal=x.dtotal,
+        dbeta=None if by_tiles else x.dbeta,
+        de=x.derase_key,
+    )
     programs = RuntimeNumber("slots", H * meta_of("intra_backward", kind).NK)
-    groups = x.g, x.qk, x.decays, x.marks, scan_results, grads
+    groups = x.g, x.qk, x.decays, x.marks, scan_results, intra_grads
     builder.add("intra_backward", intra_bwd_kernel, programs, *groups)
     if kind.per_head:
         groups = x.dg_parts, x.dtotal, x.dg
         programs = RuntimeNumber("slots", HV)
         builder.add("gate_backward", gate_bwd_kernel, programs, *groups)
     if kind.per_channel:
-        groups = x.inputs, x.decays, x.marks, scan_results, grads
+        groups = x.inputs, x.decays, x.marks, scan_results, intra_grads
         stage = "intra_backward_unfactorable"
         builder.add(stage, intra_bwd_unfactorable_kernel, programs, *groups)
     operands = x.dq, x.dk, x.dv, x.dg, x.dbeta, x.derase_key
