@@ -8,12 +8,12 @@ from support.serving_cases import (
     LENGTHS,
     PATTERNS,
     WAYS,
-    alone,
-    engine,
-    fresh,
+    generate_alone,
+    make_engine,
+    make_model,
     model,
     prompts,
-    run,
+    run_engine,
 )
 
 from fastweights.models import StatePool
@@ -27,15 +27,17 @@ def test_tokens_of_a_gpu(pattern, recorded, monkeypatch):
     """Those of a CPU: recorded, with any mixture of draws, and not."""
     if not recorded:
         monkeypatch.setattr(batch, "is_recordable", lambda *_: False)
-    e, made = engine(fresh(pattern).cuda()), []
+    e, made = make_engine(make_model(pattern).cuda()), []
     for i, prompt in enumerate(prompts(*LENGTHS) * 2):
         made.append((prompt, WAYS[i % len(WAYS)]))
         made[-1] += (e.add(prompt, 9, **made[-1][1]),)
         e.step()
-    run(e)
+    run_engine(e)
     assert bool(e.batch.recordings) == recorded
     for prompt, way, request in made:
-        assert request.tokens == alone(model(pattern), prompt, 9, **way)
+        assert request.tokens == generate_alone(
+            model(pattern), prompt, 9, **way
+        )
 
 
 class Python:
@@ -75,7 +77,8 @@ def test_what_fills_a_read_up_changes_nothing(pattern, monkeypatch):
     """Tokens after all sequences, and rows that read none of them."""
     monkeypatch.setattr(batch, "Recording", Python)
     exact, filled = (
-        engine(model(pattern), size=4, prefill_tokens=40) for _ in range(2)
+        make_engine(model(pattern), size=4, prefill_tokens=40)
+        for _ in range(2)
     )
     filled.batch.records_prefills = True
     for i, prompt in enumerate(prompts(*LENGTHS)):
@@ -101,12 +104,12 @@ def test_what_fills_a_read_up_changes_nothing(pattern, monkeypatch):
     ],
 )
 def test_recorded_reads_are_those_in_python(pattern, recorded, monkeypatch):
-    m = fresh(pattern).to("cuda", torch.bfloat16)
+    m = make_model(pattern).to("cuda", torch.bfloat16)
 
     def answers():
-        e = engine(m, size=6, capacity=400, prefill_tokens=400)
+        e = make_engine(m, size=6, capacity=400, prefill_tokens=400)
         made = [e.add(x, 9) for x in prompts(*LENGTHS, 300) * 4]
-        run(e)
+        run_engine(e)
         return [x.tokens for x in made], e.batch.prefills.values()
 
     tokens, reads = answers()
@@ -122,10 +125,15 @@ def test_a_row_draws_the_same_whichever_others_do():
     way = {"temperature": 1.0, "seed": 7}
     found = []
     for others in ([], [{"temperature": 1.0, "top_p": 0.9}], [{}]):
-        e = engine(m)
+        e = make_engine(m)
         request = e.add(prompt, 20, **way)
         for to in others:
             e.add(prompt, 20, **to)
-        run(e)
+        run_engine(e)
         found.append(request.tokens)
-    assert found[0] == found[1] == found[2] == alone(m, prompt, 20, **way)
+    assert (
+        found[0]
+        == found[1]
+        == found[2]
+        == generate_alone(m, prompt, 20, **way)
+    )

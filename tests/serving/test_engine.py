@@ -11,13 +11,13 @@ from support.serving_cases import (
     LENGTHS,
     PATTERNS,
     WAYS,
-    alone,
-    counted,
-    engine,
-    fresh,
+    generate_alone,
+    make_engine,
+    make_model,
     model,
     prompts,
-    run,
+    record_prefills,
+    run_engine,
 )
 
 from fastweights.serving.engine import STEPS_PER_PREFILL
@@ -32,15 +32,17 @@ def test_any_order_of_arrival_gives_the_tokens_of_each_alone(
 ):
     m, some = model(pattern), prompts(*LENGTHS)
     ways = [WAYS[i % len(WAYS)] for i in range(len(some))]
-    ref = [alone(m, x, 9, **to) for x, to in zip(some, ways, strict=True)]
+    ref = [
+        generate_alone(m, x, 9, **to) for x, to in zip(some, ways, strict=True)
+    ]
     for order in ([*range(7)], [5, 2, 0, 3, 6, 1, 4]):
-        e, made = engine(m, invariant=invariant), {}
+        e, made = make_engine(m, invariant=invariant), {}
         found = {}
         for i in order:
             made[i] = e.add(some[i], 9, **ways[i])
             for request, token in e.step():
                 found.setdefault(request, []).append(token)
-        for request, tokens in run(e).items():
+        for request, tokens in run_engine(e).items():
             found.setdefault(request, []).extend(tokens)
         for i, request in made.items():
             assert request.tokens == ref[i] == found.get(request, [])
@@ -50,7 +52,9 @@ def test_any_order_of_arrival_gives_the_tokens_of_each_alone(
 
 def state_after(m, drawn, *, company, invariant):
     """Of one request, in bits, that has drawn so many tokens."""
-    e = engine(m, size=6, capacity=400, prefill_tokens=96, invariant=invariant)
+    e = make_engine(
+        m, size=6, capacity=400, prefill_tokens=96, invariant=invariant
+    )
     first, *others = prompts(221, 300, 1, 5, 9, 3, 12)
     for i, prompt in enumerate(others[:3] if company else []):
         e.add(prompt, 20 + i, **WAYS[i])
@@ -69,7 +73,7 @@ def state_after(m, drawn, *, company, invariant):
 )
 def test_company_changes_no_bit_of_an_invariant_state(pattern, dtype):
     """Not of mLSTM's on a CPU: of 17 columns, places decide how they add."""
-    m = fresh(pattern).to(dtype)
+    m = make_model(pattern).to(dtype)
     states = [
         state_after(m, 12, company=company, invariant=True)
         for company in (False, True)
@@ -82,7 +86,7 @@ def test_company_changes_no_bit_of_an_invariant_state(pattern, dtype):
 @GPU
 @pytest.mark.parametrize("pattern", PATTERNS, ids="-".join)
 def test_company_changes_no_bit_on_a_gpu(pattern):
-    m = fresh(pattern).to("cuda", torch.bfloat16)
+    m = make_model(pattern).to("cuda", torch.bfloat16)
     one, other = (
         state_after(m, 12, company=company, invariant=True)
         for company in (False, True)
@@ -93,11 +97,11 @@ def test_company_changes_no_bit_on_a_gpu(pattern):
 
 
 def test_prompts_are_read_in_pieces_between_tokens():
-    e = engine(size=4)
+    e = make_engine(size=4)
     short, *rest = prompts(4, 30, 12, 3)
     first = e.add(short, 20)
     e.step()
-    sizes = counted(e)
+    sizes = record_prefills(e)
     for prompt in rest:
         e.add(prompt, 5)
     for _ in range(6):
@@ -105,22 +109,22 @@ def test_prompts_are_read_in_pieces_between_tokens():
         assert sum(sizes[-1]) <= 8
     assert sizes == [[8], [8], [8], [5, 3], [5, 2], [3]]
     assert first.num_drawn == 7
-    run(e)
+    run_engine(e)
 
 
 def test_where_rows_are_scarce_prompts_are_read_together():
     """Many rows that go on wait for no prompt alone, if it waits not long."""
-    e, some = engine(size=8, prefill_tokens=32), prompts(*[5] * 12)
+    e, some = make_engine(size=8, prefill_tokens=32), prompts(*[5] * 12)
     for prompt in some[:8]:
         e.add(prompt, 4)
-    sizes = counted(e)
+    sizes = record_prefills(e)
     e.step()
     for prompt in some[8:]:
         e.add(prompt, 40)
-    run(e)
+    run_engine(e)
     assert sizes == [[4] * 8, [4] * 4]
     for others, steps in ([8], 8 * STEPS_PER_PREFILL), ([], 1):
-        e = engine(size=8)
+        e = make_engine(size=8)
         for prompt in some[:7]:
             e.add(prompt, 40)
         while len(e.running) < 7:
@@ -134,7 +138,7 @@ def test_where_rows_are_scarce_prompts_are_read_together():
 
 
 def test_a_full_pool_has_requests_wait_in_turn():
-    e, some = engine(size=2), prompts(*[5] * 7)
+    e, some = make_engine(size=2), prompts(*[5] * 7)
     requests = [e.add(prompt, 3) for prompt in some]
     assert [x.done for x in requests] == [False] * 7
     assert [x.unread for x in requests] == [4] * 7
@@ -151,7 +155,7 @@ def test_a_full_pool_has_requests_wait_in_turn():
 @pytest.mark.parametrize("call", range(1, 16))
 def test_a_step_that_raises_loses_no_row_and_no_token(call):
     """Whatever it was doing: those whose states are half new begin anew."""
-    m, calls = fresh(), 0
+    m, calls = make_model(), 0
 
     def raises(*_):
         nonlocal calls
@@ -160,8 +164,8 @@ def test_a_step_that_raises_loses_no_row_and_no_token(call):
             raise RuntimeError("no memory, say")
 
     some = prompts(20, 3, 11, 1)
-    ref = [alone(m, x, 5, 1.0, seed=i) for i, x in enumerate(some)]
-    e, found, raised = engine(m), {}, 0
+    ref = [generate_alone(m, x, 5, 1.0, seed=i) for i, x in enumerate(some)]
+    e, found, raised = make_engine(m), {}, 0
     m.blocks[1].mlp.register_forward_hook(raises)
     requests = [
         e.add(prompt, 5, temperature=1.0, seed=i)
@@ -181,17 +185,17 @@ def test_a_step_that_raises_loses_no_row_and_no_token(call):
 
 
 def test_logits_that_are_not_finite_end_their_request_alone():
-    m = fresh(tie_embeddings=False)
+    m = make_model(tie_embeddings=False)
     some = prompts(9, 14, 5)
     bad = int(some[1][3])
     some = [
         x if i == 1 else x.where(x != bad, bad - 1) for i, x in enumerate(some)
     ]
-    ref = [alone(m, x, 6) for x in some]
+    ref = [generate_alone(m, x, 6) for x in some]
     m.embedding.weight.data[bad] = torch.nan
-    e = engine(m, size=2)
+    e = make_engine(m, size=2)
     requests = [e.add(x, 6) for x in some]
-    run(e)
+    run_engine(e)
     assert requests[1].finish_reason == "not finite" and not requests[1].tokens
     for i in (0, 2):
         n = ref[i].index(bad) + 1 if bad in ref[i] else 6
@@ -215,7 +219,7 @@ def test_logits_that_are_not_finite_end_their_request_alone():
     ],
 )
 def test_what_an_engine_does_not_take(refused, kind, message):
-    e = engine()
+    e = make_engine()
     options = {"prompt": torch.arange(5), "max_new_tokens": 9} | refused
     with pytest.raises(kind, match=f"^{message}"):
         e.add(**options)
@@ -223,9 +227,9 @@ def test_what_an_engine_does_not_take(refused, kind, message):
 
 
 def test_a_model_whose_states_stay_takes_any_length():
-    e = engine(model(("gated_deltanet",)), capacity=1)
+    e = make_engine(model(("gated_deltanet",)), capacity=1)
     request = e.add(torch.arange(20), 12)
-    run(e)
+    run_engine(e)
     assert len(request.tokens) == 12
     assert e.add(torch.arange(3), 0).finish_reason == "length" and not e.busy
 
@@ -247,12 +251,12 @@ def bytes_of_states(prefixes):
 def test_thousands_of_requests_and_steps_in_any_order(steps):
     """Added, forked, cancelled: each right, nothing lost, memory as before."""
     m = model(("gated_deltanet",), num_layers=1, dim=8, head_dim=4)
-    e, draw = engine(m, prefix_bytes=3000), random.Random(0)
-    answer = functools.cache(functools.partial(alone, m))
+    e, draw = make_engine(m, prefix_bytes=3000), random.Random(0)
+    answer = functools.cache(functools.partial(generate_alone, m))
     texts = [tuple(x.tolist()) for x in prompts(1, 2, 9, 17, 30, 8)]
     begun, came, ended = {}, {}, 0
     e.add(torch.arange(3), 3)
-    run(e)
+    run_engine(e)
     before = tensor_bytes() - bytes_of_states(e.prefix_cache)
 
     def begin(request):

@@ -5,13 +5,13 @@ import tracemalloc
 import pytest
 import torch
 from support.serving_cases import (
-    alone,
-    counted,
-    engine,
-    fresh,
+    generate_alone,
+    make_engine,
+    make_model,
     model,
     prompts,
-    run,
+    record_prefills,
+    run_engine,
 )
 
 from fastweights.serving.prefixes import PrefixCache, PrefixHasher
@@ -21,15 +21,15 @@ from fastweights.serving.prefixes import PrefixCache, PrefixHasher
 def test_a_prompt_goes_on_from_one_that_began_alike(invariant):
     m = model()
     (text,) = prompts(40)
-    e = engine(m, prefix_bytes=10**6, invariant=invariant)
-    sizes = counted(e)
+    e = make_engine(m, prefix_bytes=10**6, invariant=invariant)
+    sizes = record_prefills(e)
 
     def reads(*prompt):
         prompt = torch.tensor([int(t) for t in prompt])
         sizes.clear()
         request = e.add(prompt, 4)
-        run(e)
-        assert request.tokens == alone(m, prompt, 4)
+        run_engine(e)
+        assert request.tokens == generate_alone(m, prompt, 4)
         return sum(map(sum, sizes))
 
     assert reads(*text[:20]) == 19
@@ -41,11 +41,11 @@ def test_a_prompt_goes_on_from_one_that_began_alike(invariant):
 
 
 def test_prefixes_are_bounded_and_the_least_used_goes():
-    e, some = engine(prefix_bytes=1), prompts(9, 9, 9)
+    e, some = make_engine(prefix_bytes=1), prompts(9, 9, 9)
     e.add(some[0], 1)
-    run(e)
+    run_engine(e)
     assert len(e.prefix_cache) == e.prefix_cache.nbytes == 0
-    e = engine(prefix_bytes=10**6)
+    e = make_engine(prefix_bytes=10**6)
     one = e.pool.snapshot(e.pool.acquire())
     first, second, third = (PrefixHasher().key([n], 1) for n in range(3))
     size = len(first.digest) + sum(state.nbytes for state in one)
@@ -67,15 +67,15 @@ def test_a_key_is_the_same_whatever_was_hashed_before():
 
 def test_a_long_prompts_keys_take_memory_by_its_length_alone():
     """One of 131,072 tokens, read 2,048 at a time: 64 keys, all counted."""
-    e = engine(
-        fresh(("gated_deltanet",), num_layers=1, dim=8, head_dim=4),
+    e = make_engine(
+        make_model(("gated_deltanet",), num_layers=1, dim=8, head_dim=4),
         prefill_tokens=2048,
         prefix_bytes=10**6,
     )
     (prompt,) = prompts(2**17)
     e.add(prompt, 1)
     tracemalloc.start()
-    run(e)
+    run_engine(e)
     host, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(e.prefix_cache) == 64

@@ -13,17 +13,17 @@ SIZES = {"vocab_size": 31, "dim": 16, "head_dim": 8, "mlp_multiple": 16}
 HYBRID = ("softmax", "gated_deltanet")
 
 
-def fresh(pattern=HYBRID, **sizes):
+def make_model(pattern=HYBRID, **sizes):
     """A model whose next token depends on what it has read."""
     m = model_cases.model(pattern, **SIZES | sizes).double()
     m.norm.weight.data.fill_(30)
     return m
 
 
-model = functools.cache(fresh)
+model = functools.cache(make_model)
 
 
-def engine(m=None, **options):
+def make_engine(m=None, **options):
     options = {"size": 3, "capacity": 64, "prefill_tokens": 8} | options
     return Engine(model() if m is None else m, **options)
 
@@ -34,7 +34,9 @@ def prompts(*lengths, seed=0):
 
 
 @torch.no_grad()
-def alone(m, prompt, n, temperature=0.0, top_p=1.0, stop=(), seed=0, drawn=0):
+def generate_alone(
+    m, prompt, n, temperature=0.0, top_p=1.0, stop=(), seed=0, drawn=0
+):
     """The answer, one token at a time, on states of its own."""
     draws = Sampling(
         torch.tensor([temperature], dtype=torch.float64),
@@ -53,7 +55,7 @@ def alone(m, prompt, n, temperature=0.0, top_p=1.0, stop=(), seed=0, drawn=0):
     return new
 
 
-def run(e, most=500):
+def run_engine(e, most=500):
     """The tokens that come, by request."""
     found = {}
     while e.busy:
@@ -84,7 +86,7 @@ PATTERNS = [
 GPU = pytest.mark.gpu
 
 
-def counted(e):
+def record_prefills(e):
     """How many tokens each piece of each call has that reads prompts."""
     sizes, read = [], e.batch.prefill
 
