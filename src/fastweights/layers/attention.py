@@ -14,7 +14,7 @@ from fastweights.layers.common.causal_attention import (
     sdpa,
 )
 from fastweights.layers.common.fused_step import (
-    is_plain_layer,
+    is_fusable_layer,
     norm_and_project,
     project_and_add,
 )
@@ -188,7 +188,7 @@ class SoftmaxAttention(Layer):
         """x + layer(norm(x)), in few launches: :meth:`.Layer.fused_step`."""
         modules = self.qkv_proj, self.g_proj
         parts = norm, *modules, self.o_proj
-        if not is_plain_layer(self, SoftmaxAttention, x, parts):
+        if not is_fusable_layer(self, SoftmaxAttention, x, parts):
             return None
         check_input(x, self, state, None)
         qkv, gate = norm_and_project(x, norm, modules)

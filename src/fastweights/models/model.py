@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fastweights.arguments import check_sizes, check_tensors, refuse_shape
 from fastweights.layers import LayerState
 from fastweights.layers.common.fused_step import (
-    are_plain,
+    are_fusable,
     fits_fused_step,
     norm_and_project,
     project_and_add,
@@ -81,7 +81,7 @@ def fused_mlp(x: Hidden, mlp: Any) -> Hidden | None:
     norm, swiglu = mlp
     if not is_untouched(swiglu, SwiGLU):
         return None
-    if not are_plain(x, [norm, swiglu.gate_up_proj, swiglu.down_proj]):
+    if not are_fusable(x, [norm, swiglu.gate_up_proj, swiglu.down_proj]):
         return None
     (y,) = norm_and_project(x, norm, [swiglu.gate_up_proj], swiglu=True)
     return project_and_add(x, y, swiglu.down_proj)

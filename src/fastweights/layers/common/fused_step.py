@@ -60,18 +60,18 @@ def runs_kernels(x: Tensor) -> bool:
     return choose_backend("auto", x.device, x.dtype) == "triton"
 
 
-def are_plain(x: Tensor, modules: Sequence[nn.Module | None]) -> bool:
-    """Whether the modules do for x what their source says, and no more.
+def are_fusable(x: Tensor, modules: Sequence[nn.Module | None]) -> bool:
+    """Whether a kernel of a step may use the modules' parameters for x.
 
-    Then their parameters may be used past their forwards. Nobody has touched
-    the modules, and their parameters are contiguous on x's device. A decay's
+    That asks for more than is_plain: nobody has touched the modules or their
+    parts, and their parameters are contiguous on x's device. A decay's
     may be of another dtype than x's, and only a convolution has a bias.
     """
     for module in modules:
         if module is None:
             continue
         module_class, parts = type(module), [*module._modules.values()]
-        if not (is_untouched(module, module_class) and are_plain(x, parts)):
+        if not (is_untouched(module, module_class) and are_fusable(x, parts)):
             return False
         for name, parameter in module._parameters.items():
             if parameter is None and name == "bias":
@@ -88,15 +88,15 @@ def are_plain(x: Tensor, modules: Sequence[nn.Module | None]) -> bool:
     return True
 
 
-def is_plain_layer(
+def is_fusable_layer(
     layer: Any,
     layer_class: type[Layer],
     x: Hidden,
     modules: Sequence[nn.Module | None],
 ) -> bool:
-    """Whether the layer is of this class itself, and its modules are plain."""
+    """Whether the layer is of this class itself, its modules fusable."""
     untouched = is_untouched(layer, layer_class, Layer)
-    return untouched and are_plain(x, modules)
+    return untouched and are_fusable(x, modules)
 
 
 def project_and_add(
@@ -190,7 +190,7 @@ def fused_layer_step(
         or layer.norm.center
         or len(layer.norm.weight) != V
         or K > MAX_KERNEL_K
-        or not is_plain_layer(
+        or not is_fusable_layer(
             layer, layer_class, x, [*parts, layer.decay, *modules]
         )
     ):
