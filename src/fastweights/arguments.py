@@ -455,13 +455,13 @@ def check_rows(
     size: int | None = None,
     name: str = "rows",
     *,
-    none: bool = False,
+    allow_no_row: bool = False,
 ) -> None:
     """Raise unless they name ``count`` rows of a pool of ``size``.
 
     [count], of any count if it is None, int32 or int64. Values are read as
     :func:`check_packed` reads offsets: 0 to size - 1, none of them twice.
-    With ``none`` a row that the pool does not have, such as -1, is none.
+    With ``allow_no_row`` what is no row of the pool, such as -1, may be there.
     """
     check_tensors({name: rows})
     check_dtypes({name: rows}, {name: INDEX_DTYPES})
@@ -471,7 +471,7 @@ def check_rows(
         return
     values = rows.tolist()
     inside = [i for i in values if 0 <= i < size]
-    if len(inside) < len(values) and not none:
+    if len(inside) < len(values) and not allow_no_row:
         raise ValueError(
             f"{name}: got {values}, need rows of the pool, 0 to {size - 1}"
         )

@@ -52,7 +52,7 @@ class MesaMeta(NamedTuple):
     BT: int
     BK: int
     BN: int  # columns of a matrix that one program of the states has
-    WIDE: bool  # whether a program of the solution has 8 warps
+    BY_COLUMNS: bool  # whether a program of the solution has 8 warps
     PRECISION: str
 
     @property
@@ -124,7 +124,7 @@ def mesa_solve_kernel(
     K: tl.constexpr = META.K
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
-    WIDE: tl.constexpr = META.WIDE
+    BY_COLUMNS: tl.constexpr = META.BY_COLUMNS
     TILES: tl.constexpr = META.TILES
     PRECISION: tl.constexpr = META.PRECISION
     i_c, i_h = tl.program_id(0) // META.H, tl.program_id(0) % META.H
@@ -146,9 +146,11 @@ def mesa_solve_kernel(
     b_p, b_x = b_r, tl.zeros([BT, BK], dtype=tl.float32)
     b_rr = tl.sum(b_r * b_r, axis=1)
     for _ in range(steps):
-        b_A = dot(b_p, tl.trans(b_k), None, PRECISION, WIDE) * b_D  # [BT, BT]
-        b_Ap = dot(b_p, b_S, None, PRECISION, WIDE) * b_G
-        b_Ap = dot(b_A, b_k, b_Ap, PRECISION, WIDE)  # [BT, BK]
+        b_A = (
+            dot(b_p, tl.trans(b_k), None, PRECISION, BY_COLUMNS) * b_D
+        )  # [BT, BT]
+        b_Ap = dot(b_p, b_S, None, PRECISION, BY_COLUMNS) * b_G
+        b_Ap = dot(b_A, b_k, b_Ap, PRECISION, BY_COLUMNS)  # [BT, BK]
         b_Ap += b_ridge[None, :] * b_p
         # Of rows that are solved quotients are 0 by 0, and count as 0.
         b_step = b_rr / tl.maximum(tl.sum(b_p * b_Ap, axis=1), TINY)
@@ -202,7 +204,7 @@ def solve(
         mesa_states_kernel[(N * H * triton.cdiv(K, meta.BN),)](
             k, g, beta, initial_state, states, cu_seqlens, T, meta, **settings
         )
-        settings["num_warps"] = 8 if meta.WIDE else 4
+        settings["num_warps"] = 8 if meta.BY_COLUMNS else 4
         mesa_solve_kernel[(slots * H,)](
             equations, states, x, cu_seqlens, N, T, steps, meta, **settings
         )

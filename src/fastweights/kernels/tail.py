@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastweights.kernels.tile import sequence_at
+from fastweights.kernels.tile import sequence_offset
 
 ROWS = tl.constexpr(64)  # tokens of a program
 COLUMNS = tl.constexpr(128)
@@ -22,7 +22,7 @@ COLUMNS = tl.constexpr(128)
 @triton.jit(do_not_specialize=["N", "T"])
 def clear_tail_kernel(tensors, cu_seqlens, N, T, WIDTHS: tl.constexpr):
     """0 in rows cu_seqlens[N] to T of each of the tensors [T, width]."""
-    end = sequence_at(N, cu_seqlens, T)
+    end = sequence_offset(N, cu_seqlens, T)
     first = tl.program_id(0).to(tl.int64) * ROWS
     if first + ROWS > end:
         o_t = first + tl.arange(0, ROWS)

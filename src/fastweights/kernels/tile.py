@@ -49,7 +49,7 @@ def state_at(
 
 
 @triton.jit
-def sequence_at(i_n, cu_seqlens, T):
+def sequence_offset(i_n, cu_seqlens, T):
     """The first token of sequence i_n when all lie end to end.
 
     Nobody has checked cu_seqlens: what is no token is the nearest that is,
@@ -65,8 +65,8 @@ def sequence_at(i_n, cu_seqlens, T):
 @triton.jit
 def sequence_span(i_n, cu_seqlens, T):
     """The first token of sequence i_n, and its end, which is not before it."""
-    start = sequence_at(i_n, cu_seqlens, T)
-    end = sequence_at(i_n + 1, cu_seqlens, T)
+    start = sequence_offset(i_n, cu_seqlens, T)
+    end = sequence_offset(i_n + 1, cu_seqlens, T)
     if cu_seqlens is not None:
         end = tl.maximum(start, end)
     return start, end
@@ -87,7 +87,7 @@ def first_slot(i_n, cu_seqlens, T, BT):
     if cu_seqlens is None:
         return tl.cast(i_n, tl.int64) * tl.cdiv(T, BT)
     else:
-        return sequence_at(i_n, cu_seqlens, T) // BT + i_n
+        return sequence_offset(i_n, cu_seqlens, T) // BT + i_n
 
 
 @triton.jit
@@ -250,7 +250,7 @@ def time_order(BT: tl.constexpr):
 
 
 @triton.jit
-def by_columns(x, WIDE: tl.constexpr):
+def by_columns(x, BY_COLUMNS: tl.constexpr):
     """x, the result of a product, so that 8 warps share its columns.
 
     If a product of 64 rows leads to another one, Triton has both groups of
@@ -258,7 +258,7 @@ def by_columns(x, WIDE: tl.constexpr):
     the end of a branch, so here is one, which is always taken. What it does to
     the bits only LLVM sees to be nothing, so the machine code has neither.
     """
-    if WIDE:
+    if BY_COLUMNS:
         if tl.num_programs(0) > 0:
             bits = x.to(tl.int32, bitcast=True)
             x = ((bits | 1) & (bits | -2)).to(tl.float32, bitcast=True)
@@ -266,9 +266,9 @@ def by_columns(x, WIDE: tl.constexpr):
 
 
 @triton.jit
-def dot(a, b, acc, PRECISION: tl.constexpr, WIDE: tl.constexpr):
-    """a b + acc, or a b if acc is None, in fp32; WIDE: see by_columns."""
-    return by_columns(tl.dot(a, b, acc, input_precision=PRECISION), WIDE)
+def dot(a, b, acc, PRECISION: tl.constexpr, BY_COLUMNS: tl.constexpr):
+    """a b + acc, or a b if acc is None, in fp32, and by_columns or not."""
+    return by_columns(tl.dot(a, b, acc, input_precision=PRECISION), BY_COLUMNS)
 
 
 @triton.jit

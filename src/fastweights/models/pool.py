@@ -156,7 +156,7 @@ class StatePool:
         return states
 
     def reading(
-        self, rows: RowNumbers, tokens: int | RowNumbers
+        self, rows: RowNumbers, num_tokens: int | RowNumbers
     ) -> AbstractContextManager[list[LayerState]]:
         """The states for a call of the model in which these rows read tokens.
 
@@ -169,27 +169,31 @@ class StatePool:
 
         Args:
             rows: the row of each sequence, taken before; -1 for none.
-            tokens: how many each of them reads, or one number, the most that
-                any of them reads. Where such bounds add up to the capacity,
-                the pool asks the device how many a row has read.
+            num_tokens: how many each of them reads, or one number, the most
+                that any of them reads. Where such bounds add up to the
+                capacity, the pool asks the device how many a row has read.
 
         Raises:
             ValueError: a row is not taken or comes twice, or softmax
                 attention has no room for its tokens.
         """
-        index = self._checked_rows("rows", rows, none=True)
-        numbers = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+        index = self._checked_rows("rows", rows, allow_no_row=True)
+        numbers = (
+            num_tokens.tolist()
+            if isinstance(num_tokens, Tensor)
+            else num_tokens
+        )
         if isinstance(numbers, Sequence):
             counts = list(numbers)
             for n in counts:
-                check_integers({"tokens": n})
+                check_integers({"num_tokens": n})
             if len(counts) != len(index) or min(counts) < 0:
                 raise ValueError(
-                    f"tokens: got {counts}, need one number per row, "
+                    f"num_tokens: got {counts}, need one number per row, "
                     f"{len(index)}, each 0 or more"
                 )
         else:
-            check_sizes(tokens=numbers)
+            check_sizes(num_tokens=numbers)
             counts = [numbers] * len(index)
         count_of = {r: n for r, n in zip(index, counts, strict=True) if r >= 0}
         if self._overfull_rows(count_of):
@@ -197,8 +201,9 @@ class StatePool:
         if overfull := self._overfull_rows(count_of):
             row = overfull[0]
             raise ValueError(
-                f"tokens: got {count_of[row]} for row {row}, which has read "
-                f"{self.tokens_read[row]}, need at most {self.capacity} in all"
+                f"num_tokens: got {count_of[row]} for row {row}, which has "
+                f"read {self.tokens_read[row]}, need at most "
+                f"{self.capacity} in all"
             )
         used = max((self.tokens_read[row] for row in count_of), default=0)
         on_device = torch.tensor(index, device=self.device)
@@ -210,10 +215,10 @@ class StatePool:
         return self._counting(states, count_of, used + max(counts))
 
     def add_tokens_read(
-        self, rows: Iterable[int], tokens: Iterable[int]
+        self, rows: Iterable[int], num_tokens: Iterable[int]
     ) -> None:
         """Add what rows have read outside of :meth:`reading`."""
-        for row, n in zip(rows, tokens, strict=True):
+        for row, n in zip(rows, num_tokens, strict=True):
             self.tokens_read[row] += n
 
     @contextmanager
@@ -244,11 +249,11 @@ class StatePool:
         self.tokens_read = counts.amax(0).tolist()
 
     def _checked_rows(
-        self, name: str, rows: RowNumbers, none: bool = False
+        self, name: str, rows: RowNumbers, allow_no_row: bool = False
     ) -> list[int]:
         """The rows as a list of ints; raises unless taken, each once.
 
-        ``none``: whether -1, no row, may be among them.
+        ``allow_no_row``: whether -1, no row, may be among them.
         """
         numbers = rows.tolist() if isinstance(rows, Tensor) else rows
         if not isinstance(numbers, Iterable):
@@ -257,7 +262,7 @@ class StatePool:
         index = list(numbers)
         for row in index:
             check_integers({name: row})
-        taken = [row for row in index if row != -1 or not none]
+        taken = [row for row in index if row != -1 or not allow_no_row]
         size = self.size
         if not index or not all(0 <= row < size for row in taken):
             need = f"rows of the pool, 0 to {size - 1}"

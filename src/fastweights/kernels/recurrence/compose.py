@@ -122,7 +122,7 @@ def compose_kernel(passing, call, META: tl.constexpr):
     entering, borders, leaving, maps, products = passing
     i_v, i_b = tl.program_id(0) % (NV + NM), tl.program_id(0) // (NV + NM)
     i_hv, i_b = i_b % HV, i_b // HV
-    i_n, start, end, first = segment_before(i_b, call, META)
+    i_n, start, end, first_chunk = segment_before(i_b, call, META)
     o_k = tl.arange(0, BK)
     segments = ((end - start) // (call.L * BT)).to(tl.int32)
     has_rest = start + segments.to(tl.int64) * (call.L * BT) < end
@@ -131,7 +131,7 @@ def compose_kernel(passing, call, META: tl.constexpr):
         goes_on = is_whole(start, end, rest, call, META)
         segments += goes_on.to(tl.int32)
         has_rest &= goes_on == 0
-    if first != 0:
+    if first_chunk != 0:
         segments = 0
     begin, stop = 0, segments
     if entering is None:
@@ -200,14 +200,14 @@ def add_arriving_kernel(passing, call, META: tl.constexpr):
     arriving, borders, leaving, _, products = passing
     i_v, i_M = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_hv, i_b = i_M % HV, i_M // HV
-    i_n, start, end, first = segment_before(i_b, call, META)
-    if is_whole(start, end, first, call, META):
+    i_n, start, end, first_chunk = segment_before(i_b, call, META)
+    if is_whole(start, end, first_chunk, call, META):
         i_to = i_b
         if META.BACK:
-            to_edge = first == 0
-            i_to = border_of(i_n, start, first - call.L, call, META)
+            to_edge = first_chunk == 0
+            i_to = border_of(i_n, start, first_chunk - call.L, call, META)
         else:
-            to_edge = start + (first + call.L).to(tl.int64) * BT >= end
+            to_edge = start + (first_chunk + call.L).to(tl.int64) * BT >= end
         p_to, i_to = border_state_at(
             leaving, borders, to_edge, i_n, i_to, i_hv, HV
         )

@@ -92,24 +92,26 @@ def ones_where(mask, dtype: tl.constexpr):
 
 @triton.jit
 def sum_gates(
-    m_sum, b_high, b_low, EXACT: tl.constexpr, WIDE: tl.constexpr = False
+    m_sum, b_high, b_low, EXACT: tl.constexpr, BY_COLUMNS: tl.constexpr = False
 ):
     """Row i adds up the gates of the rows j with m_sum[i, j].
 
     m_sum is [BT, BT], gates and sums are [BT, BK]. No difference of two sums
     is taken: a weak gate after strong ones does not drown. Unless EXACT, b_low
     is left out, and a decay e^G is off by a factor of 2^(+-2^-11 |G|), by
-    2^-12 at most: enough for half precision. WIDE, for 8 warps: by_columns.
+    2^-12 at most: enough for half precision. BY_COLUMNS is for 8 warps.
     """
     b_sum = ones_where(m_sum, tl.float16)
-    b_G = tile.by_columns(tl.dot(b_sum, b_high), WIDE)  # [BT, BK]
+    b_G = tile.by_columns(tl.dot(b_sum, b_high), BY_COLUMNS)  # [BT, BK]
     if EXACT:
-        b_G = tile.by_columns(tl.dot(b_sum, b_low, b_G), WIDE)
+        b_G = tile.by_columns(tl.dot(b_sum, b_low, b_G), BY_COLUMNS)
     return b_G
 
 
 @triton.jit
-def sum_rows(m_sum, b_x, SPLIT: tl.constexpr, WIDE: tl.constexpr = False):
+def sum_rows(
+    m_sum, b_x, SPLIT: tl.constexpr, BY_COLUMNS: tl.constexpr = False
+):
     """Row i adds up the rows j of b_x with m_sum[i, j]; fp32, [BT, BK].
 
     The product is in tf32x3; with SPLIT it has 16 bits, from sums of two bf16
@@ -119,7 +121,7 @@ def sum_rows(m_sum, b_x, SPLIT: tl.constexpr, WIDE: tl.constexpr = False):
         return tl.dot(m_sum.to(tl.float32), b_x, input_precision="tf32x3")
     b_sum, b_high = ones_where(m_sum, tl.bfloat16), b_x.to(tl.bfloat16)
     b_low = (b_x - b_high.to(tl.float32)).to(tl.bfloat16)
-    b_y = tile.by_columns(tl.dot(b_sum, b_high), WIDE)
+    b_y = tile.by_columns(tl.dot(b_sum, b_high), BY_COLUMNS)
     return tl.dot(b_sum, b_low, b_y)
 
 
@@ -170,7 +172,7 @@ def mark_of(b_high, b_least, dtype: tl.constexpr):
 
 
 @triton.jit
-def to_middle(b_high, b_low, level, EXACT, WIDE: tl.constexpr = False):
+def to_middle(b_high, b_low, level, EXACT, BY_COLUMNS: tl.constexpr = False):
     """What decays between a row and the middle of its block of 2^level rows.
 
     Returns exponents [BT, BK], which are at most 0, and which rows are in the
@@ -182,7 +184,7 @@ def to_middle(b_high, b_low, level, EXACT, WIDE: tl.constexpr = False):
     m_second = (o_half % 2 == 1)[:, None]
     m_same = o_half[:, None] == o_half[None, :]
     m_sum = m_same & ((o_c[None, :] <= o_c[:, None]) == m_second)
-    return sum_gates(m_sum, b_high, b_low, EXACT, WIDE), m_second
+    return sum_gates(m_sum, b_high, b_low, EXACT, BY_COLUMNS), m_second
 
 
 @triton.jit
@@ -195,7 +197,7 @@ def pairs_across(level, BT: tl.constexpr):
 
 @triton.jit
 def folded_factors(
-    b_high, b_low, mark, dtype: tl.constexpr, WIDE: tl.constexpr = False
+    b_high, b_low, mark, dtype: tl.constexpr, BY_COLUMNS: tl.constexpr = False
 ):
     """Factors of rows and columns, [BT, BK], and pairs [BT, BT] in one block.
 
@@ -210,7 +212,7 @@ def folded_factors(
     b_high = tl.where(m_far, tl.cast(-LIMITS[0], tl.float16), b_high)
     b_low = tl.where(m_far, tl.cast(0.0, tl.float16), b_low)
     fold = tl.maximum(mark - 1, 1)  # of single rows no factor is used
-    b_D, m_second = to_middle(b_high, b_low, fold, EXACT, WIDE)
+    b_D, m_second = to_middle(b_high, b_low, fold, EXACT, BY_COLUMNS)
     b_D = tl.where(m_second, b_D, -b_D)
     o_b = tl.arange(0, BT) >> (mark - 1)
     m_A = o_b[:, None] == o_b[None, :]

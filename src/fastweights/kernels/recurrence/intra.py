@@ -62,7 +62,7 @@ def add_scores_by_level(sums, keys, b_high, b_low, mark, META: tl.constexpr):
 
 
 @triton.jit
-def store_scores(b_Aqk, b_Aek, b_beta, scores, rows, META: tl.constexpr):
+def invert_and_store(b_Aqk, b_Aek, b_beta, scores, rows, META: tl.constexpr):
     """Store Aqk, and for the delta rule R, from scores that have their decays.
 
     Returns a bound on the tokens' steps beta |k|^2; 0 with a key that erases.
@@ -230,7 +230,7 @@ def intra_fwd_kernel(
             else:
                 b_G = tl.load(tile.slot_row(decays.G, i_ch, BT))  # [BT]
                 b_Aek *= gates.decay_matrix(b_G)
-    step_bound = store_scores(b_Aqk, b_Aek, b_beta, scores, rows, META)
+    step_bound = invert_and_store(b_Aqk, b_Aek, b_beta, scores, rows, META)
     if PER_HEAD and DELTA:
         if HAS_ERASE_KEY:
             # Of each I - k e^T the largest singular value, at least 1.
@@ -276,4 +276,4 @@ def intra_unfactorable_kernel(
         keys = b_q, b_k, b_e
         sums = add_scores_by_level(sums, keys, b_high, b_low, mark, META)
     b_Aqk, b_Aek = sums
-    store_scores(b_Aqk, b_Aek, b_beta, scores, rows, META)
+    invert_and_store(b_Aqk, b_Aek, b_beta, scores, rows, META)

@@ -26,18 +26,19 @@ from fastweights.kernels.recurrence.segments import (
 
 # Which program it is: of segment or border i_x, and forward whether of M.
 Program = namedtuple("Program", "i_x i_hv i_v is_M")
-# A program's chunks, first up to stop, of a segment that begins with chunk
-# segment_first, and of sequence i_n, with tokens start to end. Of a segment
-# that is_composed compose_kernel finds the state that leaves it. A MAP's
-# program feeds_compose if compose_kernel is given what it finds.
+# A program's chunks, first_chunk up to stop_chunk, of a segment that begins
+# with chunk segment_first, and of sequence i_n, with tokens start to end. Of a
+# segment that is_composed compose_kernel finds the state that leaves it. A
+# MAP's program feeds_compose if compose_kernel is given what it finds.
 Chunks = namedtuple(
     "Chunks",
-    "i_n start end i_slot segment_first first stop is_composed feeds_compose "
-    "reaches_all",
+    "i_n start end i_slot segment_first first_chunk stop_chunk is_composed "
+    "feeds_compose reaches_all",
 )
 ChunksBack = namedtuple(
     "ChunksBack",
-    "i_n i_nh start end i_slot first stop is_composed feeds_compose from_end",
+    "i_n i_nh start end i_slot first_chunk stop_chunk is_composed "
+    "feeds_compose from_end",
 )
 
 
@@ -104,35 +105,41 @@ def chunks_of(
     else:
         i_n, start, end, segment_first = segment_at(i_x, call, BT)
     NT = tl.cdiv(end - start, BT).to(tl.int32)
-    stop = tl.minimum(segment_first + call.L, NT)
+    stop_chunk = tl.minimum(segment_first + call.L, NT)
     enters = segment_first > 0
     if initial_state is not None:
         enters = segment_first >= 0
     passes_on = enters
     if MAP:
-        passes_on |= (stop < NT) & (is_M == 0)
+        passes_on |= (stop_chunk < NT) & (is_M == 0)
     whole = is_whole(start, end, segment_first, call, META)
     is_composed, feeds_compose = enters & whole, passes_on & whole
     if MAP:
-        stop = tl.where(feeds_compose, stop, segment_first)
-    first = segment_first
+        stop_chunk = tl.where(feeds_compose, stop_chunk, segment_first)
+    first_chunk = segment_first
     i_slot = tile.first_slot(i_n, call.cu_seqlens, call.T, BT)
     if MAP and META.PER_HEAD:
         reached = chunks_in_reach(
-            map_bound, i_slot + first, i_hv, first, stop, False, META
+            map_bound,
+            i_slot + first_chunk,
+            i_hv,
+            first_chunk,
+            stop_chunk,
+            False,
+            META,
         )
-        reaches_all = reached == stop - first
+        reaches_all = reached == stop_chunk - first_chunk
         if is_M & (reaches_all == 0):
             reached = 0
-        first = stop - reached
+        first_chunk = stop_chunk - reached
     return Chunks(
         i_n,
         start,
         end,
         i_slot,
         segment_first,
-        first,
-        stop,
+        first_chunk,
+        stop_chunk,
         is_composed,
         feeds_compose,
         reaches_all,
@@ -197,7 +204,7 @@ def store_leaving_state(
     NT = tl.cdiv(chunks.end - chunks.start, META.BT).to(tl.int32)
     if MAP:
         i_b = i_x * HV + i_hv
-        is_last = chunks.stop == NT
+        is_last = chunks.stop_chunk == NT
         p_S, i_S = border_state_at(
             state, states.border_states, is_last, chunks.i_n, i_x, i_hv, HV
         )
@@ -218,7 +225,7 @@ def store_leaving_state(
             tl.store(p_decay, b_decay, mask=m_k)
     elif state is not None:
         # An empty sequence has one segment, of no chunks.
-        is_last = chunks.stop == NT
+        is_last = chunks.stop_chunk == NT
         is_last &= (chunks.segment_first < NT) | (chunks.segment_first == 0)
         i_nh = chunks.i_n * HV + i_hv
         own = is_last & (chunks.is_composed == 0)
@@ -264,7 +271,7 @@ def scan_fwd_kernel(
     WRITES_O: tl.constexpr = outputs.o is not None
     KEEPS: tl.constexpr = outputs.h is not None
     MAP: tl.constexpr = not WRITES_O and not KEEPS
-    WIDE: tl.constexpr = BK * BV > 128 * 64  # 8 warps
+    BY_COLUMNS: tl.constexpr = BK * BV > 128 * 64  # 8 warps
     NM: tl.constexpr = META.NM if MAP and DELTA else 0
     i_v, i_x = tl.program_id(0) % (NV + NM), tl.program_id(0) // (NV + NM)
     i_hv, i_x = i_x % HV, i_x // HV
@@ -290,7 +297,7 @@ def scan_fwd_kernel(
         t_q_in = tile.sequence_tiles(qk.q_in, span, KEYS)
         if PER_CHANNEL:
             t_Aqk = tile.sequence_tiles(scores.Aqk, span, SCORES)
-    for i_t in range(chunks.first, chunks.stop):
+    for i_t in range(chunks.first_chunk, chunks.stop_chunk):
         c = i_t * BT
         rows = (chunks.start + c, chunks.end, i_hv)
         c_v = c
@@ -328,7 +335,7 @@ def scan_fwd_kernel(
             b_beta = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))[:, None]
         if DELTA:
             b_R = tile.load_chunk(t_R, span, c, i_hv, 0, SCORES)
-            b_kS = tile.dot(b_k, b_S_in, None, PRECISION, WIDE)
+            b_kS = tile.dot(b_k, b_S_in, None, PRECISION, BY_COLUMNS)
         if KEEPS and not PER_CHANNEL:  # while that product runs
             tile.store_state(outputs.h, b_S_in, i_ch, i_v, True, META)
         if DELTA:
@@ -336,7 +343,9 @@ def scan_fwd_kernel(
                 b_kS *= b_outer * b_row_in
             b_r = b_v - b_kS  # [BT, BV]
             b_step = (b_r if HAS_ERASE_KEY else b_beta * b_r).to(b_v.dtype)
-            b_u = tile.dot(b_R, b_step, b_r, PRECISION, WIDE)  # r + R beta r
+            b_u = tile.dot(
+                b_R, b_step, b_r, PRECISION, BY_COLUMNS
+            )  # r + R beta r
             if KEEPS:
                 tile.store_rows(outputs.u, b_u, rows, i_v, VALUES)
             b_v_new = b_u if HAS_ERASE_KEY else b_u * b_beta
@@ -359,7 +368,7 @@ def scan_fwd_kernel(
 
         if WRITES_O:
             if not PER_CHANNEL:
-                b_A = tile.dot(b_q, b_kT, None, PRECISION, WIDE)
+                b_A = tile.dot(b_q, b_kT, None, PRECISION, BY_COLUMNS)
             else:
                 b_A = tile.load_chunk(t_Aqk, span, c, i_hv, 0, SCORES)
                 b_q = tile.load_chunk(t_q_in, span, c, i_qk, 0, KEYS)
@@ -376,7 +385,7 @@ def scan_fwd_kernel(
             if not PER_CHANNEL:
                 b_A = tl.where(tile.time_order(BT) >= 0, b_A, 0.0)
                 b_A = b_A.to(b_v.dtype)
-            b_o = tile.by_columns(b_o, WIDE)
+            b_o = tile.by_columns(b_o, BY_COLUMNS)
             # o = scale (q S + Aqk v_new) [BT, BV]
             b_o = b_scale * tl.dot(b_A, b_new, b_o, input_precision=PRECISION)
             tile.store_rows(outputs.o, b_o, rows, i_v, VALUES)
@@ -405,34 +414,40 @@ def chunks_back_of(
     BT: tl.constexpr = META.BT
     i_x, i_hv, _, _ = program
     if MAP:
-        i_n, start, end, first = segment_before(i_x // 2, call, META)
-        feeds_compose = is_whole(start, end, first, call, META)
+        i_n, start, end, first_chunk = segment_before(i_x // 2, call, META)
+        feeds_compose = is_whole(start, end, first_chunk, call, META)
         is_rest = i_x % 2 == 1
         if META.RANKS:
-            feeds_compose |= is_rest & (first < 0)
-        first = tl.where(is_rest, first + call.L, first)
+            feeds_compose |= is_rest & (first_chunk < 0)
+        first_chunk = tl.where(is_rest, first_chunk + call.L, first_chunk)
     else:
-        i_n, start, end, first = segment_at(i_x, call, BT)
+        i_n, start, end, first_chunk = segment_at(i_x, call, BT)
         feeds_compose = False
     NT = tl.cdiv(end - start, BT).to(tl.int32)
-    stop = tl.minimum(first + call.L, NT)
+    stop_chunk = tl.minimum(first_chunk + call.L, NT)
     i_nh = i_n * META.HV + i_hv
     i_slot = tile.first_slot(i_n, call.cu_seqlens, call.T, BT)
-    from_end = (stop == NT) & ((first < NT) | (first == 0))
-    is_composed = is_whole(start, end, first, call, META)
+    from_end = (stop_chunk == NT) & ((first_chunk < NT) | (first_chunk == 0))
+    is_composed = is_whole(start, end, first_chunk, call, META)
     if MAP:
         from_end &= is_composed == 0
         feeds_compose &= from_end == is_rest
         if dinitial_state is None:
-            feeds_compose &= first > 0
-        stop = tl.where(feeds_compose, stop, first)
+            feeds_compose &= first_chunk > 0
+        stop_chunk = tl.where(feeds_compose, stop_chunk, first_chunk)
     if MAP and META.PER_HEAD:
         reached = chunks_in_reach(
-            map_bound, i_slot + first, i_hv, first, stop, True, META
+            map_bound,
+            i_slot + first_chunk,
+            i_hv,
+            first_chunk,
+            stop_chunk,
+            True,
+            META,
         )
-        from_end &= reached == stop - first
-        stop = first + reached
-    segment = (i_n, i_nh, start, end, i_slot, first, stop)
+        from_end &= reached == stop_chunk - first_chunk
+        stop_chunk = first_chunk + reached
+    segment = (i_n, i_nh, start, end, i_slot, first_chunk, stop_chunk)
     return ChunksBack(*segment, is_composed, feeds_compose, from_end)
 
 
@@ -450,8 +465,10 @@ def load_entering_grad(
         b_dS = tile.load_state(dstate, chunks.i_nh, i_v, chunks.from_end, META)
     if grads.border_grads is not None and not MAP:
         NT = tl.cdiv(chunks.end - chunks.start, META.BT).to(tl.int32)
-        i_b = border_of(chunks.i_n, chunks.start, chunks.first, call, META)
-        has_after = chunks.stop < NT
+        i_b = border_of(
+            chunks.i_n, chunks.start, chunks.first_chunk, call, META
+        )
+        has_after = chunks.stop_chunk < NT
         i_b = tl.where(has_after, i_b, 0) * META.HV + i_hv
         b_dS += tile.load_state(grads.border_grads, i_b, i_v, has_after, META)
     return b_dS
@@ -464,9 +481,13 @@ def store_leaving_grad(
     """Store what a program's first chunk ends with, if anybody asks for it."""
     HV: tl.constexpr = META.HV
     _, i_hv, i_v, _ = program
-    i_n, dfirst, is_first = chunks.i_n, grads.dinitial_state, chunks.first == 0
+    i_n, dfirst, is_first = (
+        chunks.i_n,
+        grads.dinitial_state,
+        chunks.first_chunk == 0,
+    )
     if MAP:
-        before = chunks.first - call.L
+        before = chunks.first_chunk - call.L
         i_b = border_of(i_n, chunks.start, before, call, META)
         p_dS, i_dS = border_state_at(
             dfirst, grads.border_grads, is_first, i_n, i_b, i_hv, HV
@@ -513,7 +534,7 @@ def scan_bwd_kernel(
     NV: tl.constexpr = META.NV
     MAP: tl.constexpr = grads.dh is None
     SUMS_DBETA: tl.constexpr = u is not None
-    WIDE: tl.constexpr = BK * BV > 128 * 64  # 8 warps
+    BY_COLUMNS: tl.constexpr = BK * BV > 128 * 64  # 8 warps
     i_v, i_x = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_hv, i_x = i_x % HV, i_x // HV
     i_qk = i_hv // (HV // META.QK_HEADS)
@@ -538,8 +559,8 @@ def scan_bwd_kernel(
         t_R = tile.sequence_tiles(scores.R, span, SCORES)
     if SUMS_DBETA:
         t_u = tile.sequence_tiles(u, span, VALUES)
-    for i in range(chunks.stop - chunks.first):
-        i_t = chunks.stop - 1 - i
+    for i in range(chunks.stop_chunk - chunks.first_chunk):
+        i_t = chunks.stop_chunk - 1 - i
         c = i_t * BT
         rows = (chunks.start + c, chunks.end, i_hv)
         i_ch = (chunks.i_slot + i_t) * HV + i_hv
@@ -570,9 +591,9 @@ def scan_bwd_kernel(
         if PER_HEAD:
             b_do_in *= b_row_in
         b_do_in = b_do_in.to(output_grads.do.dtype.element_ty)  # [BT, BV]
-        b_w = tile.dot(b_k, b_dS_out, None, PRECISION, WIDE)  # [BT, BV]
+        b_w = tile.dot(b_k, b_dS_out, None, PRECISION, BY_COLUMNS)  # [BT, BV]
         if not PER_CHANNEL:
-            b_A = tile.dot(b_k, tl.trans(b_q), None, PRECISION, WIDE)
+            b_A = tile.dot(b_k, tl.trans(b_q), None, PRECISION, BY_COLUMNS)
         else:
             b_A = tile.load_chunk(t_Aqk, span, c, i_hv, 0, SCORES)
             b_A = tl.trans(b_A)  # [BT, BT]
@@ -585,7 +606,7 @@ def scan_bwd_kernel(
         if not PER_CHANNEL:
             b_A = tl.where(tile.time_order(BT) <= 0, b_A, 0.0)
             b_A = b_A.to(b_do_in.dtype)
-        b_w = tile.dot(b_A, b_do_A, b_w, PRECISION, WIDE)  # [BT, BV]
+        b_w = tile.dot(b_A, b_do_A, b_w, PRECISION, BY_COLUMNS)  # [BT, BV]
         if PER_HEAD:
             b_w *= tl.where(factorable, b_row_out, 1.0)
         b_dv = b_w  # [BT, BV]
@@ -594,7 +615,7 @@ def scan_bwd_kernel(
         if DELTA:
             b_R = tile.load_chunk(t_R, span, c, i_hv, 0, SCORES)
             b_step = (b_w if HAS_ERASE_KEY else b_beta * b_w).to(b_do_in.dtype)
-            b_y = tile.dot(tl.trans(b_R), b_step, b_w, PRECISION, WIDE)
+            b_y = tile.dot(tl.trans(b_R), b_step, b_w, PRECISION, BY_COLUMNS)
             if SUMS_DBETA:
                 b_dbeta = tl.sum(b_u * b_y, axis=1)[:, None]  # [BT, 1]
                 tile.store_rows(grads.dbeta, b_dbeta, rows, i_v, PARTS)

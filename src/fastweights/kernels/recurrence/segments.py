@@ -45,12 +45,14 @@ def borders_of(call, META: tl.constexpr):
 
 
 @triton.jit
-def border_of(i_n, start, first, call, META: tl.constexpr):
-    """The border at the end of the segment that starts with chunk first."""
+def border_of(i_n, start, first_chunk, call, META: tl.constexpr):
+    """The border at the end of the segment that starts with first_chunk."""
     if call.cu_seqlens is None:
-        return i_n * borders_of(call, META) + first // call.L
+        return i_n * borders_of(call, META) + first_chunk // call.L
     else:
-        return ((start + first * META.BT) // (call.L * META.BT)).to(tl.int32)
+        return ((start + first_chunk * META.BT) // (call.L * META.BT)).to(
+            tl.int32
+        )
 
 
 @triton.jit
@@ -62,7 +64,7 @@ def segment_before(i_b, call, META: tl.constexpr):
     BL = call.L * META.BT
     if call.cu_seqlens is None:
         borders = borders_of(call, META)
-        i_n, first = i_b // borders, i_b % borders * call.L
+        i_n, first_chunk = i_b // borders, i_b % borders * call.L
         start, end = tile.sequence_span(i_n, call.cu_seqlens, call.T)
     elif META.RANKS:
         is_edge = i_b == borders_of(call, META)
@@ -70,53 +72,55 @@ def segment_before(i_b, call, META: tl.constexpr):
         last = tl.where(is_edge, 0, end - 1)
         i_n = tile.sequence_of(last, call.cu_seqlens, call.N, call.T, 1, True)
         start, end = tile.sequence_span(i_n, call.cu_seqlens, call.T)
-        first = (tl.maximum(last - start, 0) // BL * call.L).to(tl.int32)
+        first_chunk = (tl.maximum(last - start, 0) // BL * call.L).to(tl.int32)
         if is_edge:
-            first = -call.L
-        elif border_of(i_n, start, first, call, META) != i_b:
+            first_chunk = -call.L
+        elif border_of(i_n, start, first_chunk, call, META) != i_b:
             end = start
     else:
         i_n = tile.sequence_of(i_b, call.cu_seqlens, call.N, call.T, BL, True)
         start, end = tile.sequence_span(i_n, call.cu_seqlens, call.T)
         last = (i_b + 1).to(tl.int64) * BL - 1
-        first = (tl.maximum(last - start, 0) // BL * call.L).to(tl.int32)
+        first_chunk = (tl.maximum(last - start, 0) // BL * call.L).to(tl.int32)
         if last < start:
             end = start
-    return i_n, start, end, first
+    return i_n, start, end, first_chunk
 
 
 @triton.jit
-def is_whole(start, end, first, call, META: tl.constexpr):
-    """Whether the segment that starts with chunk first has all L chunks."""
-    whole = start + (first + call.L).to(tl.int64) * META.BT <= end
+def is_whole(start, end, first_chunk, call, META: tl.constexpr):
+    """Whether the segment that starts with first_chunk has all L chunks."""
+    whole = start + (first_chunk + call.L).to(tl.int64) * META.BT <= end
     if META.RANKS:
-        here = start + first.to(tl.int64) * META.BT < end
+        here = start + first_chunk.to(tl.int64) * META.BT < end
         if call.cu_seqlens is not None:
             here &= end == call.T
-        whole = (whole | here) & (first >= 0)
+        whole = (whole | here) & (first_chunk >= 0)
     return whole
 
 
 @triton.jit
-def chunks_in_reach(bounds, i_c, i_hv, first, stop, BACK: tl.constexpr, META):
-    """How many of the chunks first up to stop matter at the end of them.
+def chunks_in_reach(
+    bounds, i_c, i_hv, first_chunk, stop_chunk, BACK: tl.constexpr, META
+):
+    """How many of the chunks first_chunk up to stop_chunk matter at their end.
 
     With BACK, at their beginning. What is farther away is FORGOTTEN: so says
     the log2 of the bound on each chunk's map, bounds [slots, HV], in which
-    chunk first has slot i_c. Only LOOK chunks are looked at; if all of them
+    first_chunk has slot i_c. Only LOOK chunks are looked at; if all of them
     matter, so do the others.
     """
     LOOK: tl.constexpr = 64
     o_c = tl.arange(0, LOOK)
-    i_t = first + o_c if BACK else stop - 1 - o_c
-    m_t = (i_t >= first) & (i_t < stop)
-    p_bound = bounds + (i_c + i_t - first) * META.HV + i_hv
+    i_t = first_chunk + o_c if BACK else stop_chunk - 1 - o_c
+    m_t = (i_t >= first_chunk) & (i_t < stop_chunk)
+    p_bound = bounds + (i_c + i_t - first_chunk) * META.HV + i_hv
     b_bound = tl.load(p_bound, mask=m_t, other=0.0)  # [LOOK]
     b_way = tl.cumsum(b_bound, axis=0) - b_bound  # on the way to the end
     # NaN is not forgotten.
     reached = tl.sum(tl.where(m_t & ((b_way < FORGOTTEN) == 0), 1, 0), axis=0)
     if reached == LOOK:
-        reached = stop - first
+        reached = stop_chunk - first_chunk
     return reached
 
 

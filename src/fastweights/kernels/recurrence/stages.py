@@ -81,7 +81,7 @@ ScanGrads = namedtuple(
     defaults=(None, None, None, None, None),
 )
 # What the scans leave to intra_backward, and what that writes.
-ScanResults = namedtuple("ScanResults", "do u dv h dh")
+IntraGradInputs = namedtuple("IntraGradInputs", "do u dv h dh")
 IntraGrads = namedtuple("IntraGrads", "dq dk dg dg_parts dtotal dbeta de")
 
 
@@ -356,7 +356,7 @@ def backward_schedule(
     builder.add_tiles("scan_backward", scan_bwd_kernel, "segments", *groups)
 
     written = x.u if kind.delta else x.v
-    scan_results = ScanResults(x.do, written, x.dv, x.h, x.dh)
+    intra_grad_inputs = IntraGradInputs(x.do, written, x.dv, x.h, x.dh)
     intra_grads = IntraGrads(
         dq=x.dq,
         dk=x.dk,
@@ -367,14 +367,14 @@ def backward_schedule(
         de=x.derase_key,
     )
     programs = RuntimeNumber("slots", H * meta_of("intra_backward", kind).NK)
-    groups = x.g, x.qk, x.decays, x.marks, scan_results, intra_grads
+    groups = x.g, x.qk, x.decays, x.marks, intra_grad_inputs, intra_grads
     builder.add("intra_backward", intra_bwd_kernel, programs, *groups)
     if kind.per_head:
         groups = x.dg_parts, x.dtotal, x.dg
         programs = RuntimeNumber("slots", HV)
         builder.add("gate_backward", gate_bwd_kernel, programs, *groups)
     if kind.per_channel:
-        groups = x.inputs, x.decays, x.marks, scan_results, intra_grads
+        groups = x.inputs, x.decays, x.marks, intra_grad_inputs, intra_grads
         stage = "intra_backward_unfactorable"
         builder.add(stage, intra_bwd_unfactorable_kernel, programs, *groups)
     operands = x.dq, x.dk, x.dv, x.dg, x.dbeta, x.derase_key

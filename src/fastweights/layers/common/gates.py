@@ -81,7 +81,7 @@ class Decay(CheckedModule):
 
     def log_decay(self, dt: Float[Tensor, "B T n"]) -> Float[Tensor, "B T *n"]:
         """g = -exp(A_log) dt, of step sizes dt [B, T, H * channels]."""
-        return -self.per_head(dt, self.A_log.to(dt.dtype).exp())
+        return -self.times_rate(dt, self.A_log.to(dt.dtype).exp())
 
     def forward(self, a: Float[Tensor, "B T n"]) -> Float[Tensor, "B T *n"]:
         """The log decays g <= 0 of a [B, T, H * channels].
@@ -94,9 +94,9 @@ class Decay(CheckedModule):
         a = upcast(a)
         a = a + self.dt_bias.to(a.dtype)
         rate = self.A_log.to(a.dtype).exp()
-        return self.lower_bound * self.per_head(a, rate).sigmoid()
+        return self.lower_bound * self.times_rate(a, rate).sigmoid()
 
-    def per_head(self, a: Tensor, rate: Tensor) -> Tensor:
+    def times_rate(self, a: Tensor, rate: Tensor) -> Tensor:
         """Each head's channels times its rate."""
         if self.channels == 1:
             return rate * a

@@ -94,7 +94,7 @@ class LayerState:
         check_integers({"num_keys": num_keys})
         if num_keys < 0:
             raise ValueError(f"num_keys: got {num_keys}, need an integer >= 0")
-        check_rows(rows, None, self.size, none=True)
+        check_rows(rows, None, self.size, allow_no_row=True)
         return self.at_unchecked(rows, num_keys)
 
     def at_unchecked(

@@ -33,7 +33,7 @@ def check_rows_of_states(
     if rows is not None:
         first = next(iter(states.values()))
         N = first.shape[0] if first.dim() else 0
-        check_rows(rows, q.shape[0], N, none=True)
+        check_rows(rows, q.shape[0], N, allow_no_row=True)
         check_dtypes(
             {"q": q, "rows": rows}, {"q": (q.dtype,), "rows": INDEX_DTYPES}
         )
