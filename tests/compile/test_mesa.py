@@ -12,7 +12,7 @@ KERNELS = {"states": mesa.mesa_states_kernel, "solve": mesa.mesa_solve_kernel}
 def compile_kernel(name, capability, precision, K):
     meta = mesa.meta_of(16, K, precision)
     constants = {"META": meta, "initial_state": None, "cu_seqlens": None}
-    wide = name == "solve" and meta.WIDE
+    wide = name == "solve" and meta.BY_COLUMNS
     constants |= {"num_warps": 8 if wide else 4, "num_stages": 1}
     types = dict.fromkeys(("N", "T", "steps"), "i32")
     types |= {"equations": ("*fp32",) * 5}
