@@ -45,7 +45,7 @@ FIRST = {
     # what goes wrong, what it costs, what came after
     "padding must not write": "03_chunkwise#two-lines-compute-a-chunk",
     "key-value cache": "01_softmax#the-key-value-cache-outgrows-the-model",
-    "hybrid": "10_models#beside-softmax-and-a-hybrid",
+    "hybrid": "14_serving#users-by-the-thousand",
     "habits": "12_deep_memory#who-finds-the-habits",
 }
 
