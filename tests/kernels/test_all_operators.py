@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.kernel_judge import DEVICES
 from support.operator_cases import (
+    EACH_OPERATOR,
     OPERATORS,
     OpChecks,
     check_one_graph,
@@ -11,21 +12,19 @@ from support.operator_cases import (
     results,
 )
 
-EVERY = pytest.mark.parametrize("name", OPERATORS)
-
 
 def by_kernels(name, x, **options):
     return results(OPERATORS[name].call, x, backend="triton", **options)
 
 
-@EVERY
+@EACH_OPERATOR
 def test_schemas_and_shapes(name):
     x = drawn(name, 6, 2, torch.float32)
     with OpChecks():
         by_kernels(name, x, cu_seqlens=torch.tensor([0, 2, 6]))
 
 
-@EVERY
+@EACH_OPERATOR
 def test_views_that_are_not_contiguous(name):
     x = drawn(name, 20, 1, torch.float32)
     views = {
@@ -37,7 +36,7 @@ def test_views_that_are_not_contiguous(name):
     torch.testing.assert_close(found, want)
 
 
-@EVERY
+@EACH_OPERATOR
 def test_what_is_refused_on_the_host(name):
     """Offsets that are none, and bf16, which NumPy has not."""
     x, offsets = drawn(name, 6, 1, torch.float32), torch.tensor([0, 7])
@@ -58,7 +57,7 @@ def test_one_graph(name, device):
 
 
 @pytest.mark.gpu
-@EVERY
+@EACH_OPERATOR
 def test_the_same_bits_again(name):
     x = drawn(name, 1000, 1, torch.bfloat16, "cuda")
     first, second = (by_kernels(name, x) for _ in range(2))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.operator_cases import OPERATORS, check_tail
+from support.operator_cases import EACH_OPERATOR, OPERATORS, check_tail
 
 from fastweights.kernels.tail import clear_tail
 
@@ -37,7 +37,7 @@ def test_what_is_cleared():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("name", OPERATORS)
+@EACH_OPERATOR
 def test_they_leave_it_at_zero_on_a_gpu(name, dtype):
     check_tail(
         name,

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from support.operator_cases import (
+    EACH_OPERATOR,
     OPERATORS,
     OpChecks,
     check_one_graph,
@@ -13,10 +14,8 @@ from support.operator_cases import (
 )
 from support.pairwise import all_but
 
-EVERY = pytest.mark.parametrize("name", OPERATORS)
 
-
-@EVERY
+@EACH_OPERATOR
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_each_tensor_is_checked(name):
     """What it is, its layout, dtype and device, by the argument's name."""
@@ -42,7 +41,7 @@ def test_each_tensor_is_checked(name):
                 call(**x | {key: value})
 
 
-@EVERY
+@EACH_OPERATOR
 @pytest.mark.parametrize(
     "wrong, said",
     [
@@ -65,7 +64,7 @@ def test_offsets_are_checked(name, wrong, said):
         OPERATORS[name].call(**x, cu_seqlens=wrong)
 
 
-@EVERY
+@EACH_OPERATOR
 def test_a_gradient_of_its_gradient_is_refused(name):
     x = drawn(name, 6, 1, torch.float32)
     x = {key: t.requires_grad_() for key, t in x.items()}
@@ -75,7 +74,7 @@ def test_a_gradient_of_its_gradient_is_refused(name):
         slope.sum().backward()
 
 
-@EVERY
+@EACH_OPERATOR
 @pytest.mark.parametrize("cut", [1, 37, 64])
 def test_two_calls_are_one(name, cut):
     """The state carries all that the second one needs."""
@@ -94,7 +93,7 @@ def test_two_calls_are_one(name, cut):
     torch.testing.assert_close((whole, x["initial_state"]), (want, last))
 
 
-@EVERY
+@EACH_OPERATOR
 def test_autocast_narrows_the_operands_of_products(name):
     operator, x = OPERATORS[name], drawn(name, 20, 1, torch.float32)
     by_hand = {
@@ -148,7 +147,7 @@ def test_what_inference_mode_has_made_goes_on_without_gradients(name):
             OPERATORS[name].call(**made)
 
 
-@EVERY
+@EACH_OPERATOR
 @pytest.mark.parametrize("offsets", [None, [0, 6]])
 def test_inputs_are_left_as_they_were(name, offsets):
     x = drawn(name, 6, 1, torch.float64)
@@ -160,7 +159,7 @@ def test_inputs_are_left_as_they_were(name, offsets):
     assert all(t.equal(before[key]) for key, t in x.items())
 
 
-@EVERY
+@EACH_OPERATOR
 @pytest.mark.parametrize("packed", [False, True])
 def test_tensors_without_data(name, packed):
     """Shapes and dtypes, forward and backward, as with numbers."""
@@ -193,7 +192,7 @@ def test_one_graph_for_every_length_and_packing(name, packed):
     check_one_graph(name, packed, cases)
 
 
-@EVERY
+@EACH_OPERATOR
 @pytest.mark.parametrize("packed", [False, True])
 def test_schemas_and_shapes(name, packed):
     x, given = drawn(name, 6, 2 if packed else 1, torch.float32), {}

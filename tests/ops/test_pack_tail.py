@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.layer_cases import CASES, contents, made, tokens
-from support.operator_cases import OPERATORS, check_tail
+from support.operator_cases import EACH_OPERATOR, check_tail
 
 from fastweights.checks import relative_error
 from fastweights.layers import LayerState
@@ -12,7 +12,7 @@ from fastweights.models import next_tokens
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("offsets", [[0, 5, 5, 12], [0, 0], [0, 1]], ids=str)
-@pytest.mark.parametrize("name", OPERATORS)
+@EACH_OPERATOR
 def test_operators_leave_it_at_zero(name, offsets):
     check_tail(name, offsets, T=20, dtype=torch.float64)
 

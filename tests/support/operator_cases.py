@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -107,6 +108,8 @@ OPERATORS = {
     ),
     "mesa": Operator(solved, mesa, ("ridge",), narrowed=()),
 }
+
+EACH_OPERATOR = pytest.mark.parametrize("name", OPERATORS)
 
 
 def drawn(
