@@ -39,7 +39,8 @@ def run(
     kind = {"T": 300, "N": 3, "H": 1, "HV": 2, "K": 60, "V": 100}
     x = member_inputs(gate, rule, strength=strength, **kind)
     x = {name: t.cuda().float() for name, t in x.items()}
-    x |= {name: x[name].to(dtype) for name in ("q", "k", "v")}
+    narrow = {"q", "k", "v", "erase_key"} & x.keys()
+    x |= {name: x[name].to(dtype) for name in narrow}
     x = {name: t.requires_grad_() for name, t in x.items()}
     o, state = fw.linear_recurrence(**x, cu_seqlens=lengths, backend="triton")
     torch.autograd.grad(o.float().sum() + state.sum(), [*x.values()])
