@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fastweights.models import LanguageModel
 from fastweights_lab.bench import continuations, inside_calls
@@ -71,8 +72,8 @@ def test_rows_of_a_model_of_calls(monkeypatch, variant):
     assert not [*inside_calls.rows([variant], seeds=[1])]
     every = [*inside_calls.rows([variant], seeds=[0])]
     rows, (as_it_is, *others) = every[:4], every[4:]
-    assert as_it_is["unwritten"] == 0 and len(others) > 1
-    assert {*as_it_is["accuracy"]} == {*Calls.kinds}
+    assert as_it_is.items() >= inside_calls.NOT_HINDERED.items()
+    assert len(others) > 1
     assert [(row["layer"], row["head"]) for row in rows] == [
         (0, 0),
         (0, 1),
@@ -88,21 +89,49 @@ def test_rows_of_a_model_of_calls(monkeypatch, variant):
             assert len(kept) == 5 and 0 < min(kept) < max(kept) < 1
 
 
+def test_errors_call_by_call_of_one_who_always_says_nothing(monkeypatch):
+    task = Calls(variables=2, questions=3, calls=4)
+    texts = []
+
+    def silent(_, batch):
+        texts.extend(bytes(x.tolist()).decode() for x in batch.tokens)
+        there = batch.targets >= 0
+        targets, groups = batch.targets[there], batch.groups[there]
+        return F.one_hot(0 * targets + ord("?"), 128), targets, groups
+
+    monkeypatch.setattr(inside_calls, "ROWS", 100)  # in two passes
+    monkeypatch.setattr(inside_calls, "answers", silent)
+    found = inside_calls.by_call(None, task)
+    own = [0] * 4
+    for text in texts:
+        for i, call in enumerate(text.split("\n\n")[:4]):
+            known = ""
+            for line in call.splitlines():
+                known += line[0] if line[1] == "=" else ""
+                own[i] += "(" in line and line[6] in known
+    assert found["own"] == own == found["own wrong"] == found["own ?"]
+    assert found["unset"] == [300 - x for x in own]
+    assert found["unset wrong"] == [0] * 4
+
+
 @pytest.mark.parametrize(
     ("what", "inputs"), [("unwritten", "beta"), ("unforgotten", "g")]
 )
-def test_an_empty_line_and_what_follows_it_do_nothing(what, inputs):
+@pytest.mark.parametrize("ahead", [0, 6])
+def test_an_empty_line_and_what_follows_it_do_nothing(what, inputs, ahead):
     (trial, *_) = inside_calls.trials("gated delta")
     task = Calls(questions=2, calls=3)
     torch.manual_seed(0)
     model = LanguageModel(trial.model_config)
     tokens = task.batch(1, seed=0).tokens
     (_, before), *_ = recurrence_inputs(model, tokens)
-    with inside_calls.hindered(model, task, **{what: 3}):
+    with inside_calls.hindered(model, task, **{what: 3}, before=ahead):
         (_, after), *_ = recurrence_inputs(model, tokens)
     text = bytes(tokens[0].tolist()).decode()
     ends = [x.end() - 1 for x in re.finditer("\n\n", text)]
-    still = {i for end in ends for i in (end, end + 1, end + 2)}
+    still = {end - ahead + i for end in ends for i in range(3)}
+    if ahead:
+        assert all(text[end - 6 : end - 3] == "nt(" for end in ends)
     for i in range(len(text)):
         want = 0 * before[inputs][0, i] if i in still else before[inputs][0, i]
         assert (after[inputs][0, i] == want).all()

@@ -1,18 +1,19 @@
 """What happens at an empty line, in chapter 10's third race.
 
-    fastweights bench calls delta --json h200_calls.json
-    fastweights bench calls "gated delta" --seeds 0 --json cpu_calls.json
+    fastweights bench calls --json h200_calls.json
 
 trains the race's models (``fastweights experiments calls``) at the recorded
-learning rate, and lets them read test programs. Each head has a row with the
-cosines of names' keys and the empty line's and, if it has a gate, with what
-the gate keeps at the line and elsewhere. Each model has rows with its
-accuracy: as it is, without the writes at empty lines, without these and the
-writes of the next two bytes, and with gates that keep everything there.
+learning rate, and lets them read test programs of twice as many calls. Each
+head has a row with the cosines of names' keys and the empty line's and, if it
+has a gate, with what the gate keeps at the line and elsewhere. Each model has
+rows with its errors, call by call: as it is, without the writes at empty
+lines and the next two bytes, without as many writes elsewhere, and with gates
+that keep everything at those bytes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,23 +32,26 @@ from fastweights_lab.experiments.grid import Trial
 from fastweights_lab.experiments.learned_gates import recurrence_inputs
 from fastweights_lab.experiments.registry import EXPERIMENTS
 from fastweights_lab.experiments.trial import (
+    ROWS_AT_ONCE,
     TESTS,
     Stages,
-    accuracy,
+    answers,
     trained,
 )
 from fastweights_lab.experiments.workers import run_jobs
 from fastweights_lab.tasks import Calls
-from fastweights_lab.tasks.programs import ASSIGN, LETTERS, PRINT
+from fastweights_lab.tasks.programs import ASSIGN, LETTERS, NONE, PRINT
 
-TEST, ROWS = "8 calls of 36", 64
+TEST, ROWS = "8 calls of 36", 256
+CALLS = 16
 STREAMS = 10
-HINDERED = {
-    "delta": ({"unwritten": 0}, {"unwritten": 1}, {"unwritten": 3}),
+NOT_HINDERED = {"unwritten": 0, "unforgotten": 0, "before": 0}
+HINDERED: dict[str, tuple[dict[str, int], ...]] = {
+    "delta": ({}, {"unwritten": 3}, {"unwritten": 3, "before": 6}),
     "gated delta": (
-        {"unwritten": 0, "unforgotten": 0},
-        {"unwritten": 3, "unforgotten": 0},
-        {"unwritten": 0, "unforgotten": 3},
+        {},
+        {"unwritten": 3},
+        {"unforgotten": 3},
         {"unwritten": 3, "unforgotten": 3},
     ),
 }
@@ -55,7 +59,8 @@ HINDERED = {
 
 They are an empty line and what follows it: the short convolution mixes the
 line into the next bytes. The third byte behind it is the digit of an
-assignment, which has to be written.
+assignment, which has to be written. Six bytes ``before`` stands "nt(", which
+says nothing of a name.
 """
 
 NEAR = 4
@@ -101,16 +106,41 @@ def rows(
 def stages(trial: Trial, device: str, **unused: Any) -> Stages:
     """Train a model, look at its keys, and hinder it at empty lines."""
     model = yield from trained(trial, device)
-    task: Any = trial.tests[TEST]
-    tokens = task.batch(ROWS, seed=2**31, device=DEVICE).tokens
+    test: Any = trial.tests[TEST]
+    task = dataclasses.replace(test, calls=CALLS)
+    tokens = task.batch(ROWS_AT_ONCE, seed=2**31, device=DEVICE).tokens
     of = {"variant": trial.variant, "seed": trial.seed, "lr": trial.lr}
-    seed = TESTS + [*trial.tests].index(TEST)
     found = heads(model, tokens, task)
-    for counts in HINDERED[trial.variant]:
-        with hindered(model, task, **counts):
-            right = accuracy(model, task, ROWS, seed)
-        found.append({**counts, "accuracy": right})
+    for hindrance in HINDERED[trial.variant]:
+        with hindered(model, task, **hindrance):
+            found.append(NOT_HINDERED | hindrance | by_call(model, task))
     return {"rows": [{**of, **row} for row in found]}
+
+
+@torch.no_grad()
+def by_call(model: LanguageModel, task: Calls) -> dict[str, list[int]]:
+    """How many answers in each call, of ROWS programs, and how many wrong.
+
+    ``own`` names the call has set, and ``unset`` ones it has not; ``own ?``
+    counts the wrong answers "?" to own names.
+    """
+    found: dict[str, list[Tensor]] = {}
+    for i, done in enumerate(range(0, ROWS, ROWS_AT_ONCE)):
+        number = min(ROWS_AT_ONCE, ROWS - done)
+        batch = task.batch(number, TESTS + 1024 * i, DEVICE)
+        logits, targets, groups = answers(model, batch)
+        said = logits.argmax(-1)
+        own, wrong = groups > 1, said != targets
+        for name, there in (
+            ("own", own),
+            ("own wrong", own & wrong),
+            ("own ?", own & (said == NONE)),
+            ("unset", ~own),
+            ("unset wrong", ~own & wrong),
+        ):
+            in_calls = there.view(-1, task.calls, task.questions)
+            found.setdefault(name, []).append(in_calls.sum((0, 2)))
+    return {name: torch.stack(x).sum(0).tolist() for name, x in found.items()}
 
 
 @torch.no_grad()
@@ -156,7 +186,11 @@ def digits(numbers: Sequence[Tensor]) -> list[float]:
 
 @contextmanager
 def hindered(
-    model: LanguageModel, task: Calls, unwritten: int = 0, unforgotten: int = 0
+    model: LanguageModel,
+    task: Calls,
+    unwritten: int = 0,
+    unforgotten: int = 0,
+    before: int = 0,
 ) -> Iterator[None]:
     """A model that does less at empty lines, in each of its heads.
 
@@ -165,9 +199,10 @@ def hindered(
         task: what it reads.
         unwritten: how many bytes write nothing, from each empty line on.
         unforgotten: at how many bytes the gate keeps everything.
+        before: how many bytes ahead of the empty line this begins.
     """
     hooks = [
-        module.register_forward_hook(_filled(task, count, value))
+        module.register_forward_hook(_filled(task, count, before, value))
         for layer in model.modules()
         if isinstance(layer, LinearRecurrence)
         for module, count, value in (
@@ -183,11 +218,13 @@ def hindered(
             hook.remove()
 
 
-def _filled(task: Calls, count: int, value: float) -> Callable[..., Tensor]:
-    """A hook that puts a value in ``count`` places from empty lines on."""
+def _filled(
+    task: Calls, count: int, before: int, value: float
+) -> Callable[..., Tensor]:
+    """A hook that puts a value in ``count`` places at each empty line."""
 
     def fill(_: Any, given: Any, out: Tensor) -> Tensor:
-        chosen = behind(out.shape[1], task) < count
+        chosen = behind(out.shape[1] + before, task)[before:] < count
         return out.masked_fill(chosen.to(out.device)[:, None], value)
 
     return fill
