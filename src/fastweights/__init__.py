@@ -11,7 +11,7 @@ Tensors are [B, T, H, D], in fp64, fp32, fp16 or bf16, and states fp32.
 from fastweights import feature_maps
 from fastweights.compat import patch_transformers
 from fastweights.ops.common.backends import choose_backend
-from fastweights.ops.common.invariance import invariant
+from fastweights.ops.common.batch_invariance import batch_invariant
 from fastweights.ops.decode import decode_step
 from fastweights.ops.members import (
     comba,
@@ -35,6 +35,7 @@ from fastweights.ranks.group import context_parallel
 __version__ = "0.1.0"
 
 __all__ = [
+    "batch_invariant",
     "choose_backend",
     "comba",
     "context_parallel",
@@ -45,7 +46,6 @@ __all__ = [
     "gated_deltanet2",
     "gated_retention",
     "gla",
-    "invariant",
     "kda",
     "lightning_decay",
     "linear_attention",

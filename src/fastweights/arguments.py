@@ -63,7 +63,7 @@ class RecurrenceOptions(NamedTuple):
     scale: float
     chunk_size: int = DEFAULT_CHUNK_SIZE
     backend: str = "auto"  # as the caller has it
-    invariant: bool = False  # ops.common.invariance
+    batch_invariant: bool = False  # ops.common.batch_invariance
 
 
 def check_recurrence_arguments(

@@ -85,5 +85,5 @@ def test_kernels_maps_that_are_exchanged_by_doubling(groups, name, spread):
 
 @pytest.mark.parametrize("name, size", [("gla", 2), ("deltanet", 3)])
 def test_the_bits_of_one_process(groups, name, size):
-    """In fw.invariant(), outputs, states and gradients, and of more ranks."""
+    """In fw.batch_invariant(): o, states and gradients, and of more ranks."""
     groups[size].run(rank_cases.doubled, rank_cases.same_bits, name)

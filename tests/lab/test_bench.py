@@ -257,18 +257,19 @@ def test_gates_with_a_lower_bound(gate, middle):
     assert abs(g.median().item() - middle) < 0.05 * -middle
 
 
-def test_invariance_is_timed_as_a_peer(monkeypatch, capsys):
+def test_batch_invariance_is_timed_as_a_peer(monkeypatch, capsys):
     """Its backward too is one of such a call."""
     seen, forward = [], torch_recurrence.forward
 
     def noted(*arguments):
-        seen.append(arguments[-1].invariant)
+        seen.append(arguments[-1].batch_invariant)
         return forward(*arguments)
 
     monkeypatch.setattr(torch_recurrence, "forward", noted)
-    arguments = "--members kda --gates bounded --peer invariant"
+    arguments = "--members kda --gates bounded --peer batch_invariant"
     lines = bench_lines(arguments, monkeypatch, capsys)
-    assert ["who=invariant" in x for x in lines] == [False, False, True, True]
+    theirs = ["who=batch_invariant" in line for line in lines]
+    assert theirs == [False, False, True, True]
     half = len(seen) // 2
     assert seen == half * [False] + half * [True]
 

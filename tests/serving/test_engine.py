@@ -26,9 +26,9 @@ patterns = pytest.mark.parametrize("pattern", PATTERNS, ids="-".join)
 
 
 @patterns
-@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, True])
 def test_any_order_of_arrival_gives_the_tokens_of_each_alone(
-    pattern, invariant
+    pattern, batch_invariant
 ):
     m, some = model(pattern), prompts(*LENGTHS)
     ways = [WAYS[i % len(WAYS)] for i in range(len(some))]
@@ -36,7 +36,7 @@ def test_any_order_of_arrival_gives_the_tokens_of_each_alone(
         generate_alone(m, x, 9, **to) for x, to in zip(some, ways, strict=True)
     ]
     for order in ([*range(7)], [5, 2, 0, 3, 6, 1, 4]):
-        e, made = make_engine(m, invariant=invariant), {}
+        e, made = make_engine(m, batch_invariant=batch_invariant), {}
         found = {}
         for i in order:
             made[i] = e.add(some[i], 9, **ways[i])
@@ -50,10 +50,14 @@ def test_any_order_of_arrival_gives_the_tokens_of_each_alone(
             assert request.finish_reason == ("length" if full else "stop")
 
 
-def state_after(m, drawn, *, company, invariant):
+def state_after(m, drawn, *, company, batch_invariant):
     """Of one request, in bits, that has drawn so many tokens."""
     e = make_engine(
-        m, size=6, capacity=400, prefill_tokens=96, invariant=invariant
+        m,
+        size=6,
+        capacity=400,
+        prefill_tokens=96,
+        batch_invariant=batch_invariant,
     )
     first, *others = prompts(221, 300, 1, 5, 9, 3, 12)
     for i, prompt in enumerate(others[:3] if company else []):
@@ -71,11 +75,11 @@ def state_after(m, drawn, *, company, invariant):
 @pytest.mark.parametrize(
     "pattern", [x for x in PATTERNS if x != ("mlstm",)], ids="-".join
 )
-def test_company_changes_no_bit_of_an_invariant_state(pattern, dtype):
+def test_company_changes_no_bit_of_a_batch_invariant_state(pattern, dtype):
     """Not of mLSTM's on a CPU: of 17 columns, places decide how they add."""
     m = make_model(pattern).to(dtype)
     states = [
-        state_after(m, 12, company=company, invariant=True)
+        state_after(m, 12, company=company, batch_invariant=True)
         for company in (False, True)
     ]
     for one, other in zip(*states, strict=True):
@@ -88,7 +92,7 @@ def test_company_changes_no_bit_of_an_invariant_state(pattern, dtype):
 def test_company_changes_no_bit_on_a_gpu(pattern):
     m = make_model(pattern).to("cuda", torch.bfloat16)
     one, other = (
-        state_after(m, 12, company=company, invariant=True)
+        state_after(m, 12, company=company, batch_invariant=True)
         for company in (False, True)
     )
     for x, y in zip(one, other, strict=True):

@@ -17,11 +17,11 @@ from support.serving_cases import (
 from fastweights.serving.prefixes import PrefixCache, PrefixHasher
 
 
-@pytest.mark.parametrize("invariant", [False, True])
-def test_a_prompt_goes_on_from_one_that_began_alike(invariant):
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_prompt_goes_on_from_one_that_began_alike(batch_invariant):
     m = model()
     (text,) = prompts(40)
-    e = make_engine(m, prefix_bytes=10**6, invariant=invariant)
+    e = make_engine(m, prefix_bytes=10**6, batch_invariant=batch_invariant)
     sizes = record_prefills(e)
 
     def reads(*prompt):
@@ -34,7 +34,7 @@ def test_a_prompt_goes_on_from_one_that_began_alike(invariant):
 
     assert reads(*text[:20]) == 19
     assert reads(*text[:20]) == 0
-    assert reads(*text[:30]) == (29 - 16 if invariant else 29 - 19)
+    assert reads(*text[:30]) == (29 - 16 if batch_invariant else 29 - 19)
     assert reads(*text[:10], 0, 0) == 11 - 8
     assert reads(*text[1:20]) == 18
     assert e.prefix_cache.nbytes <= 10**6

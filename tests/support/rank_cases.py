@@ -497,8 +497,8 @@ def same_bits(rank, name):
         getattr(fw, name), chunk_size=16, backend="triton"
     )
     settings.lengths_of.cache_clear()
-    segment = mock.patch.object(settings, "INVARIANT_SEGMENT", 32)
-    with segment, fw.invariant():
+    segment = mock.patch.object(settings, "BATCH_INVARIANT_SEGMENT", 32)
+    with segment, fw.batch_invariant():
         want, last = call(**whole)
         weight = torch.randn_like(want)
         (weight * want).sum().backward()

@@ -26,8 +26,8 @@ from fastweights.deep.network_arguments import (
 )
 from fastweights.dtypes import DTYPES, compute_dtype, without_autocast
 from fastweights.ops.common.backends import KernelOrTorch
+from fastweights.ops.common.batch_invariance import is_batch_invariant
 from fastweights.ops.common.flops import register_flop_formulas
-from fastweights.ops.common.invariance import is_invariant
 from fastweights.ops.mesa import SOLVE, kernel_takes
 from fastweights.ops.recurrence import linear_recurrence
 from fastweights.ops.recurrence_operator import RECURRENCE
@@ -202,7 +202,9 @@ def solve(
             x, weighted, k, g, None, None, H0, cu_seqlens
         )
         options = RecurrenceOptions(
-            scale=1.0, backend=solver.backend, invariant=is_invariant()
+            scale=1.0,
+            backend=solver.backend,
+            batch_invariant=is_batch_invariant(),
         )
         return RECURRENCE.forward(*operands, *options)[0]
 

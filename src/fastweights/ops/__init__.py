@@ -12,7 +12,7 @@
 #   selective                        Mamba's scan
 #   ttt, mesa                        deep's calls that have a kernel
 # Below them, in common:
-#   backends, invariance             which one runs, and in which order it adds
+#   backends, batch_invariance       which one runs, and in which order it adds
 #   registration, any_length, flops  what PyTorch is told of an operator
 #   rows                             which rows of a pool a batch has
 

@@ -26,7 +26,7 @@ from fastweights.ops.common.backends import (
     record_run,
     recurrence_backend,
 )
-from fastweights.ops.common.invariance import is_invariant
+from fastweights.ops.common.batch_invariance import is_batch_invariant
 from fastweights.ops.recurrence_operator import (
     ForwardResults,
     backend_module,
@@ -69,15 +69,15 @@ def recurrence_over_ranks(
     states = states_or_zeros(q, state_shape(q, v), initial_state, cu_seqlens)
     if recurrence_backend(backend, q) == "triton":
         shard: Any = None  # nothing is to be looked up in it
-        sums_states = sums_final_states(ranks, cu_seqlens, is_invariant())
-        if initial_state is not None or sums_states:
+        summed = sums_final_states(ranks, cu_seqlens, is_batch_invariant())
+        if initial_state is not None or summed:
             shard = shard_of(ranks, q, T, cu_seqlens)
             states = shard.initial_states(states)
         check_values(RecurrenceOperands(*tokens))
         operands = RecurrenceOperands(*tokens, states, cu_seqlens)
         operands, options = prepare_call(operands, scale, chunk_size, backend)
         o, state = RECURRENCE_ON_RANKS(*operands, *options)
-        if sums_states:
+        if summed:
             state = shard.final_states(state)
         return o[:, :T], state
     shard = shard_of(ranks, q, T, cu_seqlens)
@@ -109,13 +109,13 @@ def recurrence_over_ranks(
 
 
 def sums_final_states(
-    ranks: Ranks, cu_seqlens: Tensor | None, invariant: bool
+    ranks: Ranks, cu_seqlens: Tensor | None, batch_invariant: bool
 ) -> bool:
     """Whether final states are to be summed over ranks, each from one of them.
 
     A pack's are, and a batch's if maps are not gathered: no rank knows all.
     """
-    return cu_seqlens is not None or not gathers_maps(ranks, invariant)
+    return cu_seqlens is not None or not gathers_maps(ranks, batch_invariant)
 
 
 def _forward(
@@ -126,8 +126,8 @@ def _forward(
     Saved are also the ranks' maps and the states that enter this one.
     """
     q, cu_seqlens = operands.q, operands.cu_seqlens
-    invariant = options.invariant
-    exchange = Exchange(_ranks(), q, cu_seqlens, invariant=invariant)
+    ranks, batch_invariant = _ranks(), options.batch_invariant
+    exchange = Exchange(ranks, q, cu_seqlens, batch_invariant=batch_invariant)
     initial_state: Any = operands.initial_state
     entering = initial_state.clone(memory_format=torch.contiguous_format)
     local = _local(operands, entering, exchange)
@@ -136,7 +136,7 @@ def _forward(
         o, state, saved = backend_module("triton").forward(
             local, options, exchange.forward
         )
-    if not sums_final_states(_ranks(), cu_seqlens, invariant):
+    if not sums_final_states(ranks, cu_seqlens, batch_invariant):
         state = exchange.last.to(state.dtype)
     return o, state, [*saved, exchange.maps, entering]
 
@@ -150,7 +150,8 @@ def _fake(
     rows, K = initial_state.shape[0] if cu_seqlens is None else 1, q.shape[-1]
     width = 1 if beta is None and erase_key is None else K
     row = rows, v.shape[2], K, width + v.shape[3]
-    size = _ranks().size if gathers_maps(_ranks(), options.invariant) else 1
+    ranks = _ranks()
+    size = ranks.size if gathers_maps(ranks, options.batch_invariant) else 1
     maps = initial_state.new_empty(size, *row)
     states = [torch.empty_like(initial_state) for _ in range(2)]
     return v.new_empty(v.shape), states[0], [*saved, maps, states[1]]
@@ -165,14 +166,14 @@ def _backward(
 ) -> list[Tensor]:
     """Gradients of the inputs, each rank's own part."""
     q, cu_seqlens = operands.q, operands.cu_seqlens
-    invariant = options.invariant
+    batch_invariant = options.batch_invariant
     *saved, maps, entering = saved
     leaving = torch.zeros_like(entering)
-    summed = sums_final_states(_ranks(), cu_seqlens, invariant)
+    summed = sums_final_states(_ranks(), cu_seqlens, batch_invariant)
     if summed and dstate is not None:
         leaving, dstate = leaving.copy_(dstate), None
     arguments = _ranks(), q, cu_seqlens, maps, dstate
-    exchange = Exchange(*arguments, invariant=invariant)
+    exchange = Exchange(*arguments, batch_invariant=batch_invariant)
     local = _local(operands, entering, exchange)
     record_run("triton backward")
     with without_autocast(q):

@@ -28,7 +28,7 @@ from fastweights.ops.common.backends import (
     record_run,
     recurrence_backend,
 )
-from fastweights.ops.common.invariance import is_invariant
+from fastweights.ops.common.batch_invariance import is_batch_invariant
 from fastweights.ops.common.registration import Operator
 from fastweights.packing import states_or_zeros
 from fastweights.torch_backend import recurrence as torch_recurrence
@@ -69,7 +69,7 @@ def prepare_call(
         scale=scale,
         chunk_size=chunk_size or DEFAULT_CHUNK_SIZE,
         backend=backend,
-        invariant=is_invariant(),
+        batch_invariant=is_batch_invariant(),
     )
     if g is not None and g.dim() == 1:
         # Widened before it is repeated, it gathers its gradient so.
@@ -150,7 +150,7 @@ def make_recurrence_operator(
         name,
         "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, "
         "Tensor? erase_key, Tensor? initial_state, Tensor? cu_seqlens",
-        "float scale, int chunk_size, str backend, bool invariant",
+        "float scale, int chunk_size, str backend, bool batch_invariant",
         "Tensor o, Tensor state, Tensor[] saved",
         num_hidden=1,
         num_kept=1,

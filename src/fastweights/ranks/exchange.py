@@ -29,8 +29,8 @@ class Exchange:
 
     Both are a state_passing.StateExchange. ``maps`` are those that
     prefix_over_ranks returns, ``last`` is the state that leaves the last rank
-    if maps are gathered, ``dstate`` this rank's part in its gradient. If it is
-    ``invariant``, equal ranks of a batch compose in turn: see compose_all.
+    if maps are gathered, ``dstate`` this rank's part in its gradient.
+    ``batch_invariant``: equal ranks of a batch compose in turn (compose_all).
     """
 
     last: Any  # a Tensor, or None
@@ -43,16 +43,16 @@ class Exchange:
         maps: Any = None,
         dstate: Tensor | None = None,
         *,
-        invariant: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         self.ranks, self.maps, self.dstate = ranks, maps, dstate
-        self.invariant, counts = invariant, ranks.tokens_per_rank
+        self.batch_invariant, counts = batch_invariant, ranks.tokens_per_rank
         self.T = q.shape[1] if counts is None else counts[ranks.rank]
         self.shard: Shard | None = None
         if cu_seqlens is not None:
             self.shard = shard_of(ranks, q, self.T, cu_seqlens)
-        equal = len(set(ranks.counts(self.T))) == 1
-        self.composes_in_turn = invariant and equal and cu_seqlens is None
+        equal = cu_seqlens is None and len(set(ranks.counts(self.T))) == 1
+        self.composes_in_turn = batch_invariant and equal
 
     @property
     def cu_seqlens(self) -> Tensor | None:
@@ -91,7 +91,7 @@ class Exchange:
         M = self.own_map(passing.products, B)
         matrix = M.shape[-1] == M.shape[-2]
         state, self.last, self.maps = prefix_over_ranks(
-            self.ranks, M, B, matrix, self.invariant, launches.overlap
+            self.ranks, M, B, matrix, self.batch_invariant, launches.overlap
         )
         if self.ranks.rank > 0:
             rows = s and (s.incoming, s.receives)
@@ -117,7 +117,7 @@ class Exchange:
             D = where_rows(receives, D.index_select(0, s.incoming), 0)
         M, dlast = self.maps[..., : -D.shape[-1]], self.dstate
         state = suffix_over_ranks(
-            self.ranks, M, D, dlast, self.invariant, launches.overlap
+            self.ranks, M, D, dlast, self.batch_invariant, launches.overlap
         )
         if state is not None:
             rows = s and (s.outgoing, s.sends)

@@ -127,10 +127,10 @@ def context_parallel(
       that has the first token of sequence n: of a batch by the first.
     * The final state of every sequence is returned on all ranks. Nothing has
       the bits that one process finds, since what ranks send each other is
-      added up in their order; but see :func:`fastweights.invariant`. From 9
-      ranks on maps are composed by doubling, in ceil(log2 ranks) rounds
+      added up in their order; but see :func:`fastweights.batch_invariant`.
+      From 9 ranks on maps are composed by doubling, in ceil(log2 ranks) rounds
       instead of one all-gather; not so in mlstm, nor by the kernels in
-      invariant(), whose bits are those of one tree.
+      batch_invariant(), whose bits are those of one tree.
     * What is differentiated is the sum of what the ranks differentiate. A
       gradient is therefore that of the rank's own tokens; those of weights,
       and of ``initial_state``, which all ranks share, are to be added up, as

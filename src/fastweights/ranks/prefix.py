@@ -20,9 +20,9 @@ from fastweights.ranks.group import Overlap, Ranks
 MAX_GATHERED = 8
 
 
-def gathers_maps(ranks: Ranks, invariant: bool = False) -> bool:
-    """Whether maps are gathered: by few ranks, or by invariant kernels."""
-    return ranks.size <= MAX_GATHERED or invariant
+def gathers_maps(ranks: Ranks, batch_invariant: bool = False) -> bool:
+    """Whether maps are gathered: by few ranks, or to be batch-invariant."""
+    return ranks.size <= MAX_GATHERED or batch_invariant
 
 
 def prefix_over_ranks(
@@ -30,7 +30,7 @@ def prefix_over_ranks(
     M: Tensor,
     B: Tensor,
     matrix: bool,
-    invariant: bool = False,
+    batch_invariant: bool = False,
     overlap: Overlap = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Compose the maps of ranks, of which this one's is M, B.
@@ -42,7 +42,7 @@ def prefix_over_ranks(
     """
     own = torch.cat([M.to(B.dtype).expand(*B.shape[:-1], -1), B], -1)
     V = B.shape[-1]
-    if not gathers_maps(ranks, invariant):
+    if not gathers_maps(ranks, batch_invariant):
         arguments = own.double().tensor_split([-V], -1), B.dtype, matrix
         state = _prefix_by_doubling(ranks, *arguments, overlap)
         return state, None, own[None]
@@ -59,7 +59,7 @@ def suffix_over_ranks(
     M: Tensor,
     D: Tensor,
     dlast: Tensor | None,
-    invariant: bool,
+    batch_invariant: bool,
     overlap: Overlap,
 ) -> Tensor | None:
     """Compose gradients from the last rank on: M^T dS + D enters a rank.
@@ -72,7 +72,7 @@ def suffix_over_ranks(
     """
     matrix, M = M.shape[-1] == M.shape[-2], M.double()
     M = M.mT if matrix else M
-    if not gathers_maps(ranks, invariant):
+    if not gathers_maps(ranks, batch_invariant):
         arguments = (M[0], D.double()), D.dtype, matrix, overlap
         state = _prefix_by_doubling(ranks, *arguments, back=True)
         return None if ranks.rank == ranks.size - 1 else state

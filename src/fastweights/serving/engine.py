@@ -50,9 +50,9 @@ class Engine:
     A request's tokens depend on its prompt, its options and its seed. Who
     takes part in its steps changes no bit (but of mLSTM's on a CPU). Products
     of a packed batch add up in an order that depends on its length, which
-    changes states by 1e-8 to 1e-6 of their size in fp32. ``invariant`` has
-    each prompt read alone, in pieces from multiples of ``prefill_tokens`` on,
-    so that this changes no bit either; many short prompts take longer then.
+    changes states by 1e-8 to 1e-6 of their size in fp32. ``batch_invariant``
+    has each prompt read alone, in pieces from multiples of ``prefill_tokens``
+    on: this changes no bit either, and many short prompts take longer then.
 
     Args:
         model: whose answers they are.
@@ -64,7 +64,7 @@ class Engine:
             alike, and of their keys; what was not used for longest goes
             first.
         dtype: of the recurrences' states, as of :class:`StatePool`.
-        invariant: whether bits are the same whoever else is there.
+        batch_invariant: whether bits are the same whoever else is there.
 
     Raises:
         ValueError: a size is too small, or S of some layer cannot have that
@@ -80,14 +80,14 @@ class Engine:
         prefill_tokens: int = 2048,
         prefix_bytes: int = 0,
         dtype: torch.dtype | None = None,
-        invariant: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         check_sizes(prefill_tokens=prefill_tokens)
-        check_flags(invariant=invariant)
+        check_flags(batch_invariant=batch_invariant)
         self.pool = StatePool(model, size, capacity, dtype=dtype)
         self.batch = Batch(model, self.pool)
         self.prefix_cache = PrefixCache(prefix_bytes)
-        self.model, self.invariant = model, invariant
+        self.model, self.batch_invariant = model, batch_invariant
         self.prefill_tokens = prefill_tokens
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
@@ -177,7 +177,7 @@ class Engine:
             self.prefilling.append(request)
             states, request.initial_states = request.initial_states, None
             if states is None:
-                multiple = self.prefill_tokens if self.invariant else 1
+                multiple = self.prefill_tokens if self.batch_invariant else 1
                 tokens = request.all_tokens[:-1]
                 states = self.prefix_cache.longest(tokens, multiple)
             if states is not None:
@@ -190,7 +190,7 @@ class Engine:
         for request in self.prefilling:
             place = self.pool.tokens_read[request.row] % self.prefill_tokens
             n = min(request.unread, self.prefill_tokens - place)
-            if self.invariant and n > room:
+            if self.batch_invariant and n > room:
                 room = 0
             n = min(n, room)
             room -= n
@@ -202,7 +202,7 @@ class Engine:
         waits = more_come and self._lost_tokens < worth_a_wait
         if pieces and not waits:
             self._lost_tokens = 0
-            packs = [[x] for x in pieces] if self.invariant else [pieces]
+            packs = [[x] for x in pieces] if self.batch_invariant else [pieces]
             for pack in packs:
                 self._prefill_packed(pack)
         for request in [x for x in self.prefilling if not x.unread]:

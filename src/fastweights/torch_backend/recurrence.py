@@ -39,11 +39,11 @@ def pieces(
     """Sequences that are computed together, and stay in a core's cache.
 
     A batch has pieces of some rows, a pack those of :func:`pack_pieces`; if
-    ``invariant``, each sequence is alone. No chunk is longer than them.
+    ``batch_invariant``, each sequence is alone. No chunk is longer than them.
     """
     (B, T, HV), C = v.shape[:3], options.chunk_size
     room = max(1, torch.get_num_threads() * SCORES_IN_CACHE // HV)
-    if options.invariant:
+    if options.batch_invariant:
         room = 0
     if cu_seqlens is not None:
         return pack_pieces(cu_seqlens, v, C, lambda C: room // C**2)
@@ -90,13 +90,13 @@ def empty_saved(
 ) -> list[Tensor]:
     """Room for Aqk and, if a rule erases, P: a row of C per token.
 
-    One token needs no room, unless it is ``invariant``: there are as many
+    One token needs no room, unless ``batch_invariant``: there are as many
     tensors, but empty, so that a graph for any T is one for T = 1. Another
     backend may keep more, in sizes that follow from g and cu_seqlens.
     """
     q, _, v, _, beta, erase_key, *_ = operands
     B, T, HV = v.shape[:3]
-    single_token = T == 1 and not options.invariant
+    single_token = T == 1 and not options.batch_invariant
     width = 0 if single_token else torch.sym_min(options.chunk_size, T)
     shape = (B, HV, T, width)  # a head's rows together
     number = 1 if beta is None and erase_key is None else 2
@@ -113,7 +113,7 @@ def forward(
     tokens = expand_inputs(*operands.per_token)
     state = states_or_zeros(q, state_shape(q, v), initial_state, cu_seqlens)
     saved = empty_saved(operands, options)
-    single_token = v.shape[1] == 1 and not options.invariant
+    single_token = v.shape[1] == 1 and not options.batch_invariant
     if single_token and (nonempty := sequence_spans(cu_seqlens, 1)):
         [(n, _)] = nonempty
         o = advance(state[n], *tokens, scale=options.scale).to(v.dtype)

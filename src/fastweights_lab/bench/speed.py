@@ -224,7 +224,7 @@ PEERS = {
         "two of its CUDA files, launched by themselves: "
         "fastweights_lab.bench.nvidia_kda",
     ),
-    "invariant": ("fastweights", "our own, in fw.invariant()"),
+    "batch_invariant": ("fastweights", "our own, in fw.batch_invariant()"),
 }
 
 
@@ -235,8 +235,8 @@ def peer_functions(
 
     "fla" is flash-linear-attention (fla-core), "flash_qla" is FlashQLA,
     "attn_gym" is Attention Gym, "nvidia" what is in a folder:
-    :mod:`fastweights_lab.bench.nvidia_kda`; "invariant" is ours, with the
-    bits that each sequence has alone. With FlashQLA installed fla hands
+    :mod:`fastweights_lab.bench.nvidia_kda`; "batch_invariant" is ours, with
+    the bits that each sequence has alone. With FlashQLA installed fla hands
     Gated DeltaNet to it, so fla's own Triton kernels are timed where it is
     not.
 
@@ -278,9 +278,11 @@ def peer_functions(
             found = {"gated_deltanet": chunk_gated_delta_rule}
         elif peer == "nvidia":
             found = nvidia_kda.functions(folder)
-        elif peer == "invariant":
+        elif peer == "batch_invariant":
             for name in MEMBERS:
-                found[name] = functools.partial(_invariant, operator(name))
+                found[name] = functools.partial(
+                    _batch_invariant, operator(name)
+                )
         else:
             from attn_gym.linear import chunk_gdn, chunk_kda
 
@@ -298,10 +300,10 @@ def peer_functions(
     }
 
 
-def _invariant(
+def _batch_invariant(
     function: Callable, *, output_final_state: bool, **x: Any
 ) -> Any:
-    with fw.invariant():
+    with fw.batch_invariant():
         return function(**x)
 
 
@@ -331,7 +333,7 @@ def peer_takes(peer: str, member: str, shape: Shape, gate: str) -> bool:
     _, _, H, HV, K, V = shape[:6]
     if peer == "fla":  # its guard is about K = 64
         return K > 64 and (H == HV or member in ("gated_deltanet", "kda"))
-    if peer == "invariant":
+    if peer == "batch_invariant":
         return True
     if peer in ("attn_gym", "nvidia") and member == "kda":
         return K == V == 128 and H == HV and gate in BOUNDED

@@ -45,7 +45,7 @@ def kind_of(
     rule = gate_width, delta, options.chunk_size, dot_precision(q.dtype, K)
     kind = CallKind(gpu_of(q.device), q.dtype, *heads, *rule, erases, on_ranks)
     N = B if offsets is None else offsets.shape[0] - 1
-    return kind, (B, T, N, offsets is not None, options.invariant)
+    return kind, (B, T, N, offsets is not None, options.batch_invariant)
 
 
 def dtypes_of(tensors: CallTensors) -> CallTensors:

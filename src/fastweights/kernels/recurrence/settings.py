@@ -18,7 +18,7 @@ from fastweights.kernels.gpu import GPU
 from fastweights.kernels.tile import Tiles, min_tile_columns
 
 MIN_SEGMENT_CHUNKS = 8  # below, a segment's map does not pay
-INVARIANT_SEGMENT = 8192  # tokens of a segment whatever the call
+BATCH_INVARIANT_SEGMENT = 8192  # tokens of a segment whatever the call
 IntLike = Any  # int, or SymInt where shapes are symbols
 
 
@@ -339,16 +339,16 @@ def lengths_of(
     T: IntLike,
     N: IntLike,
     packed: bool,
-    invariant: bool = False,
+    batch_invariant: bool = False,
 ) -> Lengths:
     """The lengths of a call of N sequences, ``packed`` or of T tokens each.
 
-    ``invariant``: in segments of INVARIANT_SEGMENT tokens.
+    ``batch_invariant``: in segments of BATCH_INVARIANT_SEGMENT tokens.
     """
     C, chunks = kind.chunk_size, -(-T // kind.chunk_size)
     rows = 1 if packed else B
-    L = INVARIANT_SEGMENT // C
-    if not invariant:
+    L = BATCH_INVARIANT_SEGMENT // C
+    if not batch_invariant:
         L = segment_chunks(kind, rows, chunks)
     segments = rows * -(-chunks // L)
     borders = rows * (T // (L * C))

@@ -9,10 +9,10 @@ _open = 0  # how many contexts, of all threads
 
 
 @contextmanager
-def invariant() -> Iterator[None]:
+def batch_invariant() -> Iterator[None]:
     """Give each sequence the bits that it has alone.
 
-        with fw.invariant():
+        with fw.batch_invariant():
             o, state = fw.mamba2(q, k, v, g, cu_seqlens=offsets)
 
     The kernels cut long sequences into segments, which a GPU computes side
@@ -46,6 +46,6 @@ def invariant() -> Iterator[None]:
         _open -= 1
 
 
-def is_invariant() -> bool:
-    """Whether an :func:`invariant` is open."""
+def is_batch_invariant() -> bool:
+    """Whether an :func:`batch_invariant` is open."""
     return _open > 0

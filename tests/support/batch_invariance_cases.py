@@ -41,7 +41,7 @@ def computed(x: Tensors, calls=None, **options) -> Tensors:
     state, outputs = leaves.get("initial_state"), []
     tokens = [name for name in leaves if name != "initial_state"]
     lengths = calls or [x["q"].shape[1]]
-    with fw.invariant():
+    with fw.batch_invariant():
         for some in zip(
             *(leaves[n].split(lengths, 1) for n in tokens), strict=True
         ):

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
+from support.batch_invariance_cases import EDGES, check
 from support.inputs import GATES, RULES
-from support.invariance_cases import EDGES, check
 from support.pairwise import crossed
 
 from fastweights.kernels.recurrence import settings
@@ -24,7 +24,7 @@ MEMBERS = list(itertools.product(GATES_OF_TOKENS, RULES))
 def test_bits(gate, rule, T, edges, cut, monkeypatch):
     """Of two segments, with and without a tail, where others would be cut."""
     cut(2)
-    monkeypatch.setattr(settings, "INVARIANT_SEGMENT", 32)
+    monkeypatch.setattr(settings, "BATCH_INVARIANT_SEGMENT", 32)
     sizes = {"H": 1, "HV": 1, "K": 17, "V": 9}
     sizes |= {"dtype": torch.float32, "device": "cpu"}
     options = {"backend": "triton", "chunk_size": 16}
@@ -48,5 +48,5 @@ ON_GPU = [
 def test_bits_on_a_gpu(gate, rule, T, edges, dtype, D):
     sizes = {"H": 1, "HV": 2, "K": D, "V": D, "dtype": dtype}
     sizes["device"] = "cuda"
-    others, segment = [(1, 3000), (1, 9001)], settings.INVARIANT_SEGMENT
+    others, segment = [(1, 3000), (1, 9001)], settings.BATCH_INVARIANT_SEGMENT
     check(gate, rule, edges, T, others, segment, sizes, backend="triton")

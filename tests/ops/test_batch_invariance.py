@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
+from support.batch_invariance_cases import EDGES, check
 from support.graphs import in_one_graph
 from support.inputs import GATES, RULES, member_inputs
-from support.invariance_cases import EDGES, check
 
 import fastweights as fw
 from fastweights.torch_backend import recurrence as torch_recurrence
@@ -31,20 +31,20 @@ def test_a_graph_knows_it(inside, monkeypatch):
     seen, forward = [], torch_recurrence.forward
 
     def noted(*arguments):
-        seen.append(arguments[-1].invariant)
+        seen.append(arguments[-1].batch_invariant)
         return forward(*arguments)
 
     def call(**x):
         if not inside:
             return fw.linear_recurrence(**x)
-        with fw.invariant():
+        with fw.batch_invariant():
             return fw.linear_recurrence(**x)
 
     monkeypatch.setattr(torch_recurrence, "forward", noted)
     x = member_inputs("head", "delta", T=9)
     with in_one_graph(call, most=3 - inside) as compiled:
         compiled(**x)
-        with fw.invariant():
+        with fw.batch_invariant():
             compiled(**x)
         compiled(**x)
     assert seen == [inside, True, inside]
