@@ -89,7 +89,7 @@ def test_a_hook_of_the_mlp_sees_every_token():
 
 
 def test_norms_behind_a_layer_are_the_modules_matter():
-    m = made("gated_deltanet", "cpu", post_norm=("gated_deltanet",))
+    m = made("gated_deltanet", "cpu", post_norm_types=("gated_deltanet",))
     tokens = torch.randint(V, (2, 3))
     with torch.no_grad():
         wanted, _ = m(tokens)

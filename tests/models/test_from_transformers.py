@@ -85,7 +85,7 @@ OURS = {
             "gated_deltanet": {"allow_neg_eigval": True, "conv_size": 3},
             "softmax": OLMO,
         },
-        "post_norm": ("softmax",),
+        "post_norm_types": ("softmax",),
     },
 }
 
@@ -344,13 +344,13 @@ def test_a_tensor_too_few_or_too_many(tmp_path):
         ),
         (
             "qwen3_5",
-            {"post_norm": ("softmax",)},
-            "qwen3_5_text (post_norm: got ('softmax',), need ())",
+            {"post_norm_types": ("softmax",)},
+            "qwen3_5_text (post_norm_types: got ('softmax',), need ())",
         ),
         (
             "olmo_hybrid",
-            {"post_norm": ()},
-            "olmo_hybrid (post_norm: got (), need ('softmax',))",
+            {"post_norm_types": ()},
+            "olmo_hybrid (post_norm_types: got (), need ('softmax',))",
         ),
         (
             "olmo_hybrid",

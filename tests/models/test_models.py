@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from support.graphs import in_one_graph
 from support.inputs import Largest
 from support.model_cases import HYBRID, KINDS, config, model, text
@@ -35,9 +34,7 @@ def agree(found, expected, atol=1e-6):
 def test_a_config_survives_json():
     c = config(3 * ("kda",) + ("softmax",), num_layers=9, head_dim=8)
     assert ModelConfig.from_json(c.to_json()) == c
-    older = c.to_json().replace("vocab_size", "vocabulary")
-    assert ModelConfig.from_json(older) == c
-    assert c.kinds == 2 * (3 * ("kda",) + ("softmax",)) + ("kda",)
+    assert c.layer_types == 2 * (3 * ("kda",) + ("softmax",)) + ("kda",)
 
 
 def test_the_mlp_is_rounded_up_as_published():
@@ -55,7 +52,6 @@ def test_the_mlp_is_rounded_up_as_published():
     "field, value, said",
     [
         ("vocab_size", 0, "vocab_size: got 0, need an integer >= 1"),
-        ("vocabulary", 9, "vocabulary: got 9, need it as vocab_size"),
         ("hidden_size", 9, "hidden_size: got 9, need it as dim"),
         (
             "rnn",
@@ -77,7 +73,11 @@ def test_the_mlp_is_rounded_up_as_published():
         ("pattern", ([],), "pattern: got [], need one of comba"),
         ("without_mlp", None, "without_mlp: got None, need a tuple"),
         ("without_mlp", ("rnn",), "without_mlp: got 'rnn', need one of"),
-        ("post_norm", "gla", "post_norm: got the string 'gla', need a tuple"),
+        (
+            "post_norm_types",
+            "gla",
+            "post_norm_types: got the string 'gla', need a tuple",
+        ),
         ("mlp_ratio", math.inf, "mlp_ratio: got inf, need a finite number"),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_block_norms_what_it_reads_or_what_it_adds():
     def normed(x, weight):
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
-    for kind in ("kda", "gla"):  # the second is in post_norm
+    for kind in ("kda", "gla"):  # the second is in post_norm_types
         m, post = model((kind,), num_layers=1), kind == "gla"
         (block,) = m.blocks
         for p in m.parameters():
@@ -607,18 +607,6 @@ def test_a_model_comes_back_from_its_folder(tied, tmp_path):
     assert names == {"config.json", "model.safetensors"}
     half = models.load(tmp_path / "new" / "folder", dtype=torch.bfloat16)
     assert half.norm.weight.dtype == torch.bfloat16
-
-
-def test_a_file_of_an_earlier_edition_comes_back(tmp_path):
-    m = model()
-    m.save(tmp_path)
-    weights = {
-        name.replace("gate_up_proj", "up_proj"): x
-        for name, x in m.state_dict().items()
-    }
-    assert weights.keys() != m.state_dict().keys()
-    save_file(weights, tmp_path / "model.safetensors")
-    assert models.load(tmp_path)(text(1, 9))[0].equal(m(text(1, 9))[0])
 
 
 def test_a_file_keeps_its_dtype_and_its_mode(tmp_path):

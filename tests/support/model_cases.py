@@ -21,7 +21,7 @@ def config(pattern=HYBRID, **changes):
         "num_layers": max(2, len(pattern)),
         "num_heads": 2,
         "mlp_multiple": 32,
-        "post_norm": ("gla",),
+        "post_norm_types": ("gla",),
         "options": {
             "mamba2": {"state_size": 16},
             "lact": {"chunk_size": 8},

@@ -95,7 +95,7 @@ class ModelConfig(_NamesChecked):
     without_mlp: Sequence[str] = ("mamba", "mamba2")
     """Types of layer whose blocks have no MLP."""
 
-    post_norm: Sequence[str] = ()
+    post_norm_types: Sequence[str] = ()
     """Types of layer whose blocks norm what they add, as in OLMo 2:
     x + norm(layer(x)), in place of x + layer(norm(x)); the MLP too."""
 
@@ -106,7 +106,7 @@ class ModelConfig(_NamesChecked):
     """The eps of the RMS norms of layers, MLPs and logits."""
 
     def __post_init__(self) -> None:
-        for name in ("pattern", "without_mlp", "post_norm"):
+        for name in ("pattern", "without_mlp", "post_norm_types"):
             names = getattr(self, name)
             if isinstance(names, str) or not isinstance(names, Sequence):
                 prefix = "the string " if isinstance(names, str) else ""
@@ -164,8 +164,6 @@ class ModelConfig(_NamesChecked):
         p = self.pattern
         return tuple(p[i % len(p)] for i in range(self.num_layers))
 
-    kinds = layer_types  # as it was called in earlier editions
-
     @property
     def num_branches(self) -> int:
         """Terms that are added to the residual stream: layers and MLPs."""
@@ -205,8 +203,6 @@ class ModelConfig(_NamesChecked):
             ) from None
         if not isinstance(values, dict):
             raise ValueError(f"config: got {values!r}, need a JSON object")
-        if "vocabulary" in values:  # in files of an earlier edition
-            values["vocab_size"] = values.pop("vocabulary")
         known = {f.name for f in fields(cls)}
         if unknown := sorted(values.keys() - known):
             raise ValueError(

@@ -99,7 +99,7 @@ def load(
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder / CONFIG}: {error}") from error
     try:
-        saved = with_new_names(tensors.load_file(str(folder / WEIGHTS)))
+        saved = tensors.load_file(str(folder / WEIGHTS))
     except SafetensorError as error:
         raise ValueError(f"{folder / WEIGHTS}: {error}") from error
     if dtype is None and saved:
@@ -122,12 +122,6 @@ def load(
         )
     model.load_state_dict(saved)
     return model
-
-
-def with_new_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a file, which an earlier edition may have written."""
-    old, new = ".up_proj.", ".gate_up_proj."
-    return {name.replace(old, new): x for name, x in weights.items()}
 
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:

@@ -90,7 +90,7 @@ def fused_mlp(x: Hidden, mlp: Any) -> Hidden | None:
 class Block(nn.Module):
     """x + layer(norm(x)), then x + mlp(norm(x)) unless its type has none.
 
-    Types in the config's ``post_norm``: x + norm(layer(x)), then
+    Types in the config's ``post_norm_types``: x + norm(layer(x)), then
     x + norm(mlp(x)).
 
     Args:
@@ -114,7 +114,7 @@ class Block(nn.Module):
         layer_class = LAYERS[layer_type]
         self.layer = layer_class(D, **options, device=device, dtype=dtype)
         self.mlp: nn.Module | None = None
-        self.post_norm = layer_type in config.post_norm
+        self.post_norm = layer_type in config.post_norm_types
         if layer_type not in config.without_mlp:
             norm = nn.RMSNorm(D, eps=eps, device=device, dtype=dtype)
             mlp = SwiGLU(D, config.mlp_width, device=device, dtype=dtype)
@@ -522,7 +522,7 @@ class LanguageModel(CheckedModule):
                 "softmax": {"qk_norm": True, "output_gate": True},
             }
 
-        and OLMo-Hybrid with ``post_norm=("softmax",)`` and
+        and OLMo-Hybrid with ``post_norm_types=("softmax",)`` and
 
             options={"softmax": {"qk_norm": True, "head_qk_norm": False}}
 

@@ -66,7 +66,7 @@ FIXED: dict[str, dict[str, dict[str, Any]]] = {
 }
 """Options of the layers that all models of a type have."""
 
-POST_NORM = {"olmo_hybrid": ("softmax",), "qwen3_5_text": ()}
+POST_NORM_TYPES = {"olmo_hybrid": ("softmax",), "qwen3_5_text": ()}
 """Types of layer whose blocks norm what they add."""
 
 
@@ -124,7 +124,7 @@ def config_from_transformers(config: Any) -> ModelConfig:
         options={key: x | FIXED[name][key] for key, x in options.items()},
         mlp_ratio=config.intermediate_size / config.hidden_size,
         mlp_multiple=1,
-        post_norm=POST_NORM[name],
+        post_norm_types=POST_NORM_TYPES[name],
     )
 
 
@@ -183,10 +183,10 @@ def unsupported(config: ModelConfig, name: str) -> Iterator[str]:
         return
     if any(x in config.without_mlp for x in types):
         yield f"without_mlp: got {config.without_mlp}, need ()"
+    ours, theirs = config.post_norm_types, POST_NORM_TYPES[name]
     for layer_type in types:
-        post_norm = layer_type in POST_NORM[name]
-        if (layer_type in config.post_norm) != post_norm:
-            yield f"post_norm: got {config.post_norm}, need {POST_NORM[name]}"
+        if (layer_type in ours) != (layer_type in theirs):
+            yield f"post_norm_types: got {ours}, need {theirs}"
         got = layer_options(config, layer_type)
         needs = {"norm_eps": config.norm_eps} | FIXED[name][layer_type]
         if layer_type == "gated_deltanet":

@@ -37,7 +37,7 @@ from fastweights import torch_internals
 from fastweights.arguments import check_integers, check_number, check_sizes
 from fastweights.layers import parameter_groups
 from fastweights.models import LanguageModel, ModelConfig
-from fastweights.models.files import with_new_names, write_whole
+from fastweights.models.files import write_whole
 from fastweights.ranks.group import context_parallel, current_ranks
 from fastweights_lab.records import machine
 from fastweights_lab.text import corpus
@@ -310,7 +310,7 @@ class Training:
             config, checkpoint=settings.checkpoint, device=self.device
         )
         if before is not None:
-            self.model.load_state_dict(with_new_names(before["model"]))
+            self.model.load_state_dict(before["model"])
         self.run: Any = self.model
         if settings.compile:
             self._compile()
@@ -525,13 +525,11 @@ class Training:
 
     def _check(self, before: dict[str, Any]) -> None:
         """Raise unless a checkpoint is of this run: settings and text."""
-        ours = asdict(self.settings)
-        for name, value in before["settings"].items():
-            same = ours.get(name, value) == value
-            if name not in CHANGEABLE and not same:
+        for name, got in asdict(self.settings).items():
+            need = before["settings"][name]
+            if name not in CHANGEABLE and got != need:
                 raise ValueError(
-                    f"{name}: got {ours[name]}, need {value} as before, to "
-                    "go on"
+                    f"{name}: got {got}, need {need} as before, to go on"
                 )
         found, text = before["corpus"]["sha256"], self.text.sha256
         if text != found:
@@ -540,7 +538,7 @@ class Training:
                 f"checkpoint has read, {found[:12]}.."
             )
         tokenizer = self.tokenizer.sha256
-        if tokenizer != before.get("tokenizer", tokenizer):
+        if tokenizer != before["tokenizer"]:
             raise ValueError(
                 f"tokenizer: got {self.settings.tokenizer or 'bytes'}, need "
                 "the checkpoint's, which is another one"

@@ -46,8 +46,6 @@ ARGUMENT_ALIASES = {
     "d_state": "state_size",
     "expand_ratio": "expand",
     "expand_qk": "expand_k",
-    "gate": "output_gate",
-    "gate_bias": "output_gate_bias",
     "gate_logit_normalizer": "temperature",
     "gate_low_rank_dim": "gate_rank",
     "head_k_dim": "head_dim",
@@ -72,10 +70,9 @@ ARGUMENT_ALIASES = {
     "use_output_gate": "output_gate",
     "use_short_conv": "conv_size (None: no convolution)",
     "v_dim_factor": "v_factor",
-    "vocabulary": "vocab_size",
     "window_size": "window",
 }
-"""What an argument is called elsewhere, or was here: its name now."""
+"""What an argument is called elsewhere: its name here."""
 
 
 RANGES_BY_NAME = {"eps": ">= 0", "norm_eps": ">= 0", "lower_bound": "< 0"}
