@@ -268,7 +268,7 @@ def test_fp64_is_the_loop_on_gpu():
     x = call(T=2, device="cuda")
     with ops.record_backends() as ran:
         fw.decode_step(**x)
-    assert ran == ["loop forward"]
+    assert ran == ["torch decode"]
 
 
 @pytest.mark.gpu

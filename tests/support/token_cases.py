@@ -46,7 +46,7 @@ def steps(model, tokens, states):
         for t in range(tokens.shape[1]):
             logits, states = model(tokens[:, t : t + 1], states)
             found.append(logits)
-    return torch.cat(found, 1), [x for x in ran if x.endswith(" token")]
+    return torch.cat(found, 1), [x for x in ran if x.endswith(" fused_step")]
 
 
 def check_rows_of_a_pool(case, device, budget):

@@ -262,13 +262,13 @@ def _decode(
     backend: Backend,
 ) -> Tensor:
     """The outputs; ``state`` becomes the one after what is accepted."""
-    if recurrence_backend(backend, q) == "triton":
+    chosen = recurrence_backend(backend, q)
+    record_run(f"{chosen} decode")
+    if chosen == "triton":
         from fastweights.kernels.decode import decode
 
-        record_run("triton decode")
         given = q, k, v, g, beta, state, rows, scale
         return decode(*given, erase_key=erase_key, num_accepted=num_accepted)
-    record_run("loop forward")
     if g is not None and g.dim() == 1:
         g = g.expand(v.shape[:3])
     with without_autocast(q):

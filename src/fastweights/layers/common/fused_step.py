@@ -199,14 +199,14 @@ def fused_layer_step(
     if not _is_writable(state, x):
         return None
     if not runs_kernels(x):
-        record_run("torch token")
+        record_run("torch fused_step")
         qkv, *others = in_torch.norm_and_project(x, norm, modules)
         a, b, gate = split_gates(*others)
         o = in_torch.recurrence(layer, qkv, a, b, state)
         return in_torch.project_output(x, o, gate, layer)
     from fastweights.kernels.decode import decode
 
-    record_run("triton token")
+    record_run("triton fused_step")
     S: Any = state.S
     qkv, *others = norm_and_project(
         x,

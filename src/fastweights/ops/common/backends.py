@@ -198,7 +198,9 @@ def record_backends() -> Iterator[list[str]]:
 
     Yields:
         backend and pass of each operator, such as "torch backward", of all
-        threads: a backward on a GPU is in one of PyTorch's own.
+        threads: a backward on a GPU is in one of PyTorch's own. Passes are
+        forward and backward, decode (:func:`fastweights.decode_step`),
+        fused_step (a layer's, of a few tokens) and solve (MesaNet's).
     """
     ran: list[str] = []
     _records[id(ran)] = ran
