@@ -97,7 +97,11 @@ def test_errors_call_by_call_of_one_who_always_says_nothing(monkeypatch):
         texts.extend(bytes(x.tolist()).decode() for x in batch.tokens)
         there = batch.targets >= 0
         targets, groups = batch.targets[there], batch.groups[there]
-        return F.one_hot(0 * targets + ord("?"), 128), targets, groups
+        logits = 5.0 * F.one_hot(0 * targets + ord("?"), 128)
+        own = groups > 1  # the digit is heard too, and so is another one
+        logits[own, targets[own]] = 3.0
+        logits[own, 48 + (targets[own] - 47) % 10] = 1.8
+        return logits, targets, groups
 
     monkeypatch.setattr(inside_calls, "ROWS", 100)  # in two passes
     monkeypatch.setattr(inside_calls, "answers", silent)
@@ -112,6 +116,9 @@ def test_errors_call_by_call_of_one_who_always_says_nothing(monkeypatch):
     assert found["own"] == own == found["own wrong"] == found["own ?"]
     assert found["unset"] == [300 - x for x in own]
     assert found["unset wrong"] == [0] * 4
+    assert found["loudness of ?"] == [4.8] * 4
+    assert found["loudness of the digit"] == [2.8] * 4
+    assert found["program"] == texts[0] and found["said"] == "?" * 12
 
 
 @pytest.mark.parametrize(

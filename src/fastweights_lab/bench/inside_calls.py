@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -118,29 +118,48 @@ def stages(trial: Trial, device: str, **unused: Any) -> Stages:
 
 
 @torch.no_grad()
-def by_call(model: LanguageModel, task: Calls) -> dict[str, list[int]]:
-    """How many answers in each call, of ROWS programs, and how many wrong.
+def by_call(model: LanguageModel, task: Calls) -> dict[str, Any]:
+    """What a model says in each call of ROWS programs.
 
-    ``own`` names the call has set, and ``unset`` ones it has not; ``own ?``
-    counts the wrong answers "?" to own names.
+    Counts of answers and of wrong ones, on names that the call has set
+    (``own``) and on others (``unset``); ``own ?`` are own names answered by
+    "?". The ``loudness`` of "?", and of the right digit, is the logit above
+    the mean of the nine other digits, on average over own names. ``said``
+    has the answers to all questions of the first program, the ``program``.
     """
-    found: dict[str, list[Tensor]] = {}
+    totals: dict[str, list[Tensor]] = {}
     for i, done in enumerate(range(0, ROWS, ROWS_AT_ONCE)):
         number = min(ROWS_AT_ONCE, ROWS - done)
         batch = task.batch(number, TESTS + 1024 * i, DEVICE)
         logits, targets, groups = answers(model, batch)
-        said = logits.argmax(-1)
-        own, wrong = groups > 1, said != targets
-        for name, there in (
+        own, said = groups > 1, logits.argmax(-1)
+        if i == 0:
+            asked = task.calls * task.questions
+            program, first = text_of(batch.tokens[0]), text_of(said[:asked])
+        digits = logits[:, ord("0") : ord("9") + 1].double()
+        right = F.one_hot((targets - ord("0")) * own, 10).bool()
+        others = digits.masked_fill(right, 0).sum(-1) / 9
+        for name, x in (
             ("own", own),
-            ("own wrong", own & wrong),
+            ("own wrong", own & (said != targets)),
             ("own ?", own & (said == NONE)),
             ("unset", ~own),
-            ("unset wrong", ~own & wrong),
+            ("unset wrong", ~own & (said != targets)),
+            ("loudness of ?", (logits[:, NONE] - others) * own),
+            ("loudness of the digit", (digits[right] - others) * own),
         ):
-            in_calls = there.view(-1, task.calls, task.questions)
-            found.setdefault(name, []).append(in_calls.sum((0, 2)))
-    return {name: torch.stack(x).sum(0).tolist() for name, x in found.items()}
+            in_calls = x.view(-1, task.calls, task.questions).sum((0, 2))
+            totals.setdefault(name, []).append(in_calls)
+    total = {name: torch.stack(x).sum(0) for name, x in totals.items()}
+    found: dict[str, Any] = {"program": program, "said": first}
+    for name, x in total.items():
+        loud = name.startswith("loudness")
+        found[name] = digits_of(x / total["own"]) if loud else x.tolist()
+    return found
+
+
+def text_of(tokens: Int[Tensor, " n"]) -> str:
+    return bytes(tokens.tolist()).decode()
 
 
 @torch.no_grad()
@@ -166,21 +185,22 @@ def heads(
         far = behind(tokens.shape[1], task)
         for head, of in enumerate(cosines.unbind(-1)):
             means = [of.flatten()[letters == i].mean() for i in range(LETTERS)]
-            row = {"layer": layer, "head": head, "cosine": digits(means)}
+            row = {"layer": layer, "head": head, "cosine": digits_of(means)}
             if kept is not None:
                 by_place = kept[:, head].cpu()
                 near = [by_place[far == i].mean() for i in range(NEAR)]
-                row["kept"] = digits(near)
+                row["kept"] = digits_of(near)
                 away = [
                     by_place[at.cpu()].mean(),
                     by_place[far >= NEAR].mean(),
                 ]
-                row["kept at line ends"], row["kept elsewhere"] = digits(away)
+                ends, elsewhere = digits_of(away)
+                row |= {"kept at line ends": ends, "kept elsewhere": elsewhere}
             found.append(row)
     return found
 
 
-def digits(numbers: Sequence[Tensor]) -> list[float]:
+def digits_of(numbers: Iterable[Tensor]) -> list[float]:
     return [float(f"{x.item():.4g}") for x in numbers]
 
 
