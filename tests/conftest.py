@@ -23,7 +23,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
 
 
 # So that -k finds a model's cases, where parameters are a gate and a rule.
-MODELS = {
+MEMBER_NAMES = {
     ("none", "additive"): "linear_attention",
     ("fixed", "additive"): "retention",
     ("head", "additive"): "mamba2",
@@ -38,7 +38,7 @@ MODELS = {
 
 def pytest_itemcollected(item):
     given = getattr(getattr(item, "callspec", None), "params", {})
-    name = MODELS.get((given.get("gate"), given.get("rule")))
+    name = MEMBER_NAMES.get((given.get("gate"), given.get("rule")))
     item.extra_keyword_matches.update([name] if name else [])
 
 
@@ -65,7 +65,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture
-def matmul_precision():
+def set_matmul_precision():
     """Sets how fp32 is multiplied, until the test ends."""
     before = torch.get_float32_matmul_precision()
     yield torch.set_float32_matmul_precision
@@ -97,18 +97,18 @@ def poison(monkeypatch):
 
 
 @pytest.fixture
-def cut(monkeypatch):
+def set_segments(monkeypatch):
     """Cut every call's rows into so many segments, if they have the chunks.
 
     Rows: each of a batch, or all packed sequences together.
     """
     from fastweights.kernels.recurrence import settings
 
-    def cut(S):
+    def set_segments(S):
         monkeypatch.setattr(
             settings, "segment_chunks", lambda _, __, chunks: -(-chunks // S)
         )
         settings.lengths_of.cache_clear()
 
-    yield cut
+    yield set_segments
     settings.lengths_of.cache_clear()

@@ -24,7 +24,7 @@ from fastweights.kernels.recurrence.settings import CallKind
 from fastweights.torch_internals import TESTED
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from support.offline import SHARED, source_of
+from support.offline import SHARED_MEMORY, source_of
 from support.pairwise import pairwise
 
 RULES = (False, False), (True, False), (True, True)  # delta, erase
@@ -63,7 +63,7 @@ def main() -> None:
     for case in pairwise([range(len(axis)) for axis in AXES]):
         member, dtype, state, offsets = map(getitem, AXES, case)
         gate, (delta, erase) = member
-        gpu, fp32 = GPU(SHARED[90], 132, (9, 0)), torch.float32
+        gpu, fp32 = GPU(SHARED_MEMORY[90], 132, (9, 0)), torch.float32
         sizes, rule = (2, 4, 128, 128), (gate, delta, 64, "tf32", erase)
         kind = CallKind(gpu, dtype, *sizes, *rule)
         beta = fp32 if delta and not erase else None

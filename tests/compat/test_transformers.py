@@ -23,9 +23,9 @@ import pytest
 import torch
 from support.compat_cases import (
     LAYERS,
-    MODELS,
     OWN_LAYERS,
     SIZES,
+    TINY_MODELS,
     InDouble,
     modeling,
     with_spread_gates,
@@ -65,7 +65,7 @@ def models(names):
     )
 
 
-every_model = models(MODELS)
+every_model = models(TINY_MODELS)
 # Those whose scan has no state to begin with, in transformers itself; and
 # there bamba is off by 0.007 and minimax by 0.1 where a piece of several
 # tokens follows a cache.
@@ -93,10 +93,10 @@ OFFSETS = torch.tensor([0, 2, 33, 70], dtype=torch.int32)
 
 
 @functools.cache
-def model(name, layers=3):
+def tiny_model(name, layers=3):
     """A random model whose gates forget over many tokens, or over few."""
     torch.manual_seed(0)
-    prefix, options = MODELS[name]
+    prefix, options = TINY_MODELS[name]
     module = modeling(name)
     kinds = LAYERS[-layers:]
     sizes = {"num_hidden_layers": layers, "layer_types": kinds} | options
@@ -109,7 +109,7 @@ def model(name, layers=3):
 
 
 @functools.cache
-def tokens(B=2, T=70):
+def token_ids(B=2, T=70):
     torch.manual_seed(1)
     return torch.randint(2, 64, (B, T))
 
@@ -182,7 +182,7 @@ def test_logits_and_gradients_are_those_of_transformers(name, monkeypatch):
     within 5e-6, but they cancel, in bailing_hybrid 33-fold: so much further
     may the sum be off, in either of the two fp32 runs.
     """
-    m, inputs = model(name), {"input_ids": tokens()}
+    m, inputs = tiny_model(name), {"input_ids": token_ids()}
     _, theirs = trained(m, **inputs)
     with (
         fw.patch_transformers() as handle,
@@ -218,15 +218,15 @@ def test_logits_and_gradients_are_those_of_transformers(name, monkeypatch):
 
 @every_model
 def test_padding_is_no_token(name):
-    m = model(name)
+    m = tiny_model(name)
     mask = torch.ones(2, 70, dtype=torch.long)
     mask[0, :9] = 0
-    inputs = {"input_ids": tokens(), "attention_mask": mask}
+    inputs = {"input_ids": token_ids(), "attention_mask": mask}
     with torch.no_grad():
         want = m(**inputs).logits
         with fw.patch_transformers():
             got = m(**inputs).logits
-            alone = m(tokens()[:1, 9:]).logits
+            alone = m(token_ids()[:1, 9:]).logits
     assert (got - want)[mask.bool()].abs().max() <= 1e-5
     assert (got[:1, 9:] - alone).abs().max() <= 1e-5
 
@@ -234,10 +234,10 @@ def test_padding_is_no_token(name):
 @every_model
 def test_the_tokens_generated_are_those_of_transformers(name):
     options = {"max_new_tokens": 64, "do_sample": False}
-    prompt = tokens()[:, :9]
-    want = model(name).generate(prompt, **options)
+    prompt = token_ids()[:, :9]
+    want = tiny_model(name).generate(prompt, **options)
     with fw.patch_transformers(), record_backends() as ran:
-        got = model(name).generate(prompt, **options)
+        got = tiny_model(name).generate(prompt, **options)
     recurrences, _ = RUNS.get(name, (2, 2))
     steps = 0 if name in MAMBA else recurrences * 63  # one token each
     assert ran.count("torch decode") == steps
@@ -245,29 +245,29 @@ def test_the_tokens_generated_are_those_of_transformers(name):
     assert torch.equal(got, want)
 
 
-@models(x for x in MODELS if x not in (*MAMBA, "bamba", "minimax"))
+@models(x for x in TINY_MODELS if x not in (*MAMBA, "bamba", "minimax"))
 def test_a_prompt_in_pieces_is_the_prompt(name):
     """Pieces of many, few and one token, the later ones from the cache."""
-    m = model(name)
+    m = tiny_model(name)
     with torch.no_grad(), fw.patch_transformers():
-        want = m(tokens()).logits
+        want = m(token_ids()).logits
         names = inspect.signature(m.forward).parameters
         kept = ("cache", "past_key_values", "cache_params")
         name = next(x for x in kept if x in names)
         cache, got = None, []
-        for ids in tokens().split([30, 1, 3, 35, 1], 1):
+        for ids in token_ids().split([30, 1, 3, 35, 1], 1):
             out = m(ids, **{name: cache}, use_cache=True)
             cache = getattr(out, name)
             got.append(out.logits)
     assert (torch.cat(got, 1) - want).abs().max() <= 1e-5
 
 
-@models(x for x in MODELS if x not in (*DROPS_PACKING, *LOOK_BACK))
+@models(x for x in TINY_MODELS if x not in (*DROPS_PACKING, *LOOK_BACK))
 @pytest.mark.parametrize("by", ["offsets", "offsets and seq_idx", "seq_idx"])
 def test_each_packed_document_is_itself_alone(name, by):
     """As DataCollatorWithFlattening packs them, with any of its options."""
-    m = model(name)
-    row = tokens()[:1]
+    m = tiny_model(name)
+    row = token_ids()[:1]
     collate = transformers.DataCollatorWithFlattening(
         return_flash_attn_kwargs="offsets" in by,
         return_seq_idx="seq_idx" in by,
@@ -308,7 +308,7 @@ COMPILED = [
     ],
 )
 def test_generate_compiles_whole(name, backend):
-    m, prompt = model(name, 2), tokens()[:, :9]
+    m, prompt = tiny_model(name, 2), token_ids()[:, :9]
     options = {"max_new_tokens": 8, "do_sample": False}
     torch._dynamo.reset()
     how = transformers.CompileConfig(
@@ -330,9 +330,9 @@ def test_generate_compiles_whole(name, backend):
 
 @pytest.mark.parametrize("name, backend", COMPILED)
 def test_training_on_packed_documents_compiles_whole(name, backend):
-    m = copy.deepcopy(model(name, 2))
+    m = copy.deepcopy(tiny_model(name, 2))
     inputs = {
-        "input_ids": tokens()[:1, :33],
+        "input_ids": token_ids()[:1, :33],
         "position_ids": torch.cat([torch.arange(n) for n in LENGTHS[:2]])[
             None
         ],
@@ -352,10 +352,10 @@ def test_training_on_packed_documents_compiles_whole(name, backend):
 @pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "minimax"])
 def test_tokens_past_the_last_offset_are_refused(name):
     """The convolution would take as many columns at the front for a cache."""
-    inputs = {"input_ids": tokens()[:1], "cu_seq_lens_q": OFFSETS[:3]}
+    inputs = {"input_ids": token_ids()[:1], "cu_seq_lens_q": OFFSETS[:3]}
     match = "^cu_seq_lens_q: got offsets that end at 33, need T = 70"
     with fw.patch_transformers(), pytest.raises(ValueError, match=match):
-        model(name)(**inputs, use_cache=False)
+        tiny_model(name)(**inputs, use_cache=False)
 
 
 def test_no_layer_that_is_checkpointed_has_another_forward():
@@ -372,8 +372,8 @@ def test_no_layer_that_is_checkpointed_has_another_forward():
 @pytest.mark.parametrize("name", ["qwen3_5", "minimax"])
 def test_a_compiled_model_is_compiled_anew(name):
     torch._dynamo.reset()
-    inputs = {"input_ids": tokens()[:, :20], "use_cache": False}
-    whole = torch.compile(model(name), backend="eager")
+    inputs = {"input_ids": token_ids()[:, :20], "use_cache": False}
+    whole = torch.compile(tiny_model(name), backend="eager")
     with torch.no_grad():
         want = whole(**inputs).logits
         with fw.patch_transformers(), record_backends() as ran:
@@ -391,12 +391,12 @@ def test_documents_are_refused_where_they_cannot_be_kept_apart(name, by):
     """The model drops what says where they end."""
     numbers = torch.zeros(1, 70).int()
     packed = {"seq_idx": numbers, "cu_seq_lens_q": OFFSETS}
-    inputs = {"input_ids": tokens()[:1], by: packed[by], "use_cache": False}
+    inputs = {"input_ids": token_ids()[:1], by: packed[by], "use_cache": False}
     with (
         fw.patch_transformers(),
         pytest.raises(ValueError, match=f"^{by}: got pack"),
     ):
-        model(name)(**inputs)
+        tiny_model(name)(**inputs)
 
 
 @pytest.mark.parametrize(
@@ -449,7 +449,7 @@ def test_any_activation(name):
 
 
 def test_any_number_of_documents_is_one_graph():
-    m = model("kimi_linear", 2)
+    m = tiny_model("kimi_linear", 2)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with fw.patch_transformers(), torch.no_grad():
@@ -457,7 +457,7 @@ def test_any_number_of_documents_is_one_graph():
         for lengths in ((2, 31), (5, 6, 22), (33,)):
             n = torch.arange(len(lengths))
             inputs = {
-                "input_ids": tokens()[:1, :33],
+                "input_ids": token_ids()[:1, :33],
                 "seq_idx": n.repeat_interleave(torch.tensor(lengths))[None],
                 "use_cache": False,
             }

@@ -23,8 +23,8 @@ pytest.importorskip("transformers")
 from support.compat_cases import (
     GDN,
     LAYERS,
-    MODELS,
     SIZES,
+    TINY_MODELS,
     modeling,
     with_spread_gates,
 )
@@ -46,10 +46,10 @@ NOISE = 1.2
 
 
 @functools.cache
-def model(name):
+def tiny_model(name):
     """Three layers in fp32 on the GPU, its gates from slow to fast."""
     torch.manual_seed(0)
-    prefix, options = MODELS[name]
+    prefix, options = TINY_MODELS[name]
     if options.items() >= GDN.items():
         options = options | HEADS
     elif "linear_head_dim" in options:
@@ -103,9 +103,9 @@ def untuned(monkeypatch):
     "name", ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear"]
 )
 def test_as_near_to_fp32_as_others_in_bf16(name, monkeypatch):
-    low, errors = copy.deepcopy(model(name)).bfloat16(), {}
+    low, errors = copy.deepcopy(tiny_model(name)).bfloat16(), {}
     with in_pytorch(name):
-        wanted = trained(model(name))
+        wanted = trained(tiny_model(name))
         errors["PyTorch"] = errors_of(trained(low), wanted)
     if importlib.util.find_spec("fla") is not None:
         from fla.ops.common import chunk_o
@@ -126,9 +126,9 @@ def test_as_near_to_fp32_as_others_in_bf16(name, monkeypatch):
 @pytest.mark.parametrize("name", DENSE)
 def test_in_fp32_it_is_the_same_model(name):
     with in_pytorch(name):
-        want, wanted = trained(model(name))
+        want, wanted = trained(tiny_model(name))
     with fw.patch_transformers():
-        got, grads = trained(model(name))
+        got, grads = trained(tiny_model(name))
     assert relative_error(got, want) < 1e-4
     assert relative_error(grads, wanted) < 1e-4
 
@@ -138,7 +138,7 @@ def test_generates_and_compiles(name):
     """A static cache under torch.compile writes what the eager one does."""
     import transformers
 
-    m = model(name)
+    m = tiny_model(name)
     prompt = torch.arange(9, device="cuda")[None] + 2
     options = {"max_new_tokens": 32, "do_sample": False}
     with fw.patch_transformers(), record_backends() as ran:

@@ -4,7 +4,7 @@ import itertools
 import re
 
 import pytest
-from support.offline import MORE_REGISTERS, SHARED, build, judge
+from support.offline import MORE_REGISTERS, SHARED_MEMORY, build, check_fits
 
 from fastweights.kernels import convolution
 from fastweights.kernels.convolution_forward import ConvolutionMeta
@@ -56,7 +56,7 @@ TRAINED = dict.fromkeys(
     ("bias", "initial_state", "cu_seqlens", "dstate", "dinitial")
 )
 full = pytest.mark.full
-OTHERS = [x for x in SHARED if x != 90]
+OTHERS = [x for x in SHARED_MEMORY if x != 90]
 EACH_TIME = {("fwd", 80), ("bwd", 100)}
 
 
@@ -64,7 +64,7 @@ EACH_TIME = {("fwd", 80), ("bwd", 100)}
 @pytest.mark.parametrize("name", KERNELS)
 def test_nothing_spills(name, dtype, tmp_path):
     """With every argument there is."""
-    judge(compile_kernel(name, 90, dtype), 90, tmp_path, spilled=0)
+    check_fits(compile_kernel(name, 90, dtype), 90, tmp_path, spilled=0)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -75,7 +75,7 @@ def test_in_training(name, tmp_path):
     of b32), and a multiprocessor has 32 or 16 programs side by side.
     """
     compiled = compile_kernel(name, 90, "bf16", given=TRAINED)
-    registers = judge(compiled, 90, tmp_path, spilled=0)
+    registers = check_fits(compiled, 90, tmp_path, spilled=0)
     assert registers <= {"fwd": 64, "bwd": 128}[name] + MORE_REGISTERS
     for operation in ("ld", "st"):
         found = re.findall(rf"{operation}\.global\S*", compiled.asm["ptx"])
@@ -91,7 +91,7 @@ def test_in_training(name, tmp_path):
 )
 def test_on_other_gpus(name, capability, tmp_path):
     compiled = compile_kernel(name, capability, given=TRAINED)
-    judge(compiled, capability, tmp_path, spilled=0)
+    check_fits(compiled, capability, tmp_path, spilled=0)
 
 
 @pytest.mark.parametrize(
@@ -107,4 +107,4 @@ def test_on_other_gpus(name, capability, tmp_path):
 @pytest.mark.parametrize("name", KERNELS)
 def test_nothing_spills_at_other_sizes(name, heads, W, tmp_path):
     compiled = compile_kernel(name, 90, "bf16", heads, W)
-    judge(compiled, 90, tmp_path, spilled=0)
+    check_fits(compiled, 90, tmp_path, spilled=0)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from support import offline
-from support.offline import SHARED
+from support.offline import SHARED_MEMORY
 from support.pairwise import crossed
 
 from fastweights.kernels.decode import (
@@ -67,7 +67,7 @@ def judge(compiled, capability, tmp_path, spilled=0):
     ptx = compiled.asm["ptx"]
     assert re.findall(r"ld\.global\.v4\.b32", ptx)
     assert re.findall(r"st\.global\.v4\.b32", ptx)
-    return offline.judge(
+    return offline.check_fits(
         compiled, capability, tmp_path, spilled, set_addresses=False
     )
 
@@ -98,7 +98,7 @@ def test_a_state_in_bf16_is_rounded_to_nearest(T, tmp_path):
 
 @crossed(
     seldom=[str(x) for x in offline.OTHERS],
-    capability=[*SHARED],
+    capability=[*SHARED_MEMORY],
     width=(0, 1, "K"),
     delta=(False, True),
     T=(1, 16),
@@ -135,7 +135,7 @@ def test_all_loads_come_before_any_wait(width, delta, T):
     assert max(loads) < min(others)
 
 
-@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_nothing_is_read_before_the_kernel_before_is_done(capability):
     """From Hopper on its programs are there by then, and wait.
 

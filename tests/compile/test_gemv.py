@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from support.offline import DTYPES, OTHERS, SHARED, build, judge
+from support.offline import DTYPES, OTHERS, SHARED_MEMORY, build, check_fits
 from support.pairwise import crossed
 
 from fastweights.kernels.gemv import (
@@ -62,13 +62,13 @@ def compile_kernel(name, M, capability, dtype="bf16"):
     seldom=[str(x) for x in OTHERS],
     name=[*CASES],
     M=[1, 2, 16, 64],
-    capability=[*SHARED],
+    capability=[*SHARED_MEMORY],
     dtype=["bf16", "fp32"],
 )
 def test_next_to_nothing_spills(name, M, capability, dtype, tmp_path):
     compiled = compile_kernel(name, M, capability, dtype)
     # Parts of columns are faster so than in tiles of which nothing spills.
-    judge(compiled, capability, tmp_path, 32 if 2 < M <= 16 else 0)
+    check_fits(compiled, capability, tmp_path, 32 if 2 < M <= 16 else 0)
 
 
 @pytest.mark.parametrize("name", CASES)

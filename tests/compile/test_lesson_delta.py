@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.offline import SHARED, build, judge
+from support.offline import SHARED_MEMORY, build, check_fits
 
 from fastweights_lab.lessons import delta
 
@@ -41,10 +41,10 @@ def compile_kernel(name, capability):
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_memory_and_registers_hold_each_version(name, tmp_path):
-    judge(compile_kernel(name, 90), 90, tmp_path, LAUNCHES[name][2])
+    check_fits(compile_kernel(name, 90), 90, tmp_path, LAUNCHES[name][2])
 
 
 @pytest.mark.parametrize("name", ["blocks", "nothing ahead", "one stage"])
 def test_smaller_memory_holds_some_versions(name):
     """What runs on 8.6: nothing is loaded ahead, and registers spill."""
-    assert compile_kernel(name, 86).metadata.shared <= SHARED[86]
+    assert compile_kernel(name, 86).metadata.shared <= SHARED_MEMORY[86]

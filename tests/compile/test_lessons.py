@@ -14,10 +14,10 @@ from support.offline import (
     LEADING,
     LEAVES_UNSET,
     OTHERS,
-    SHARED,
+    SHARED_MEMORY,
     build,
+    check_fits,
     cuobjdump,
-    judge,
     overtaking_copies,
     ptxas_version,
     unset_uniform_registers,
@@ -56,7 +56,7 @@ def compile_kernel(name, capability, D=128, dtype="bf16", precision="tf32x3"):
     "name, capability",
     all_but(
         in_turn(LEADING, OTHERS, [*KERNELS]),
-        itertools.product(KERNELS, SHARED),
+        itertools.product(KERNELS, SHARED_MEMORY),
     ),
 )
 def test_memory_and_registers_hold_the_lessons_kernels(
@@ -65,7 +65,7 @@ def test_memory_and_registers_hold_the_lessons_kernels(
     """Shared memory is there, and registers hold nearly everything."""
     compiled = compile_kernel(name, capability)
     # Before Hopper operands of tl.dot live in registers, and a few spill.
-    judge(
+    check_fits(
         compiled, capability, tmp_path, 0 if capability in (90, 100) else 512
     )
     assert not unwaited_products(compiled.asm["ttgir"])
@@ -90,7 +90,7 @@ WIDEST_TOO = [
 )
 def test_widest_head_fits(name, dtype, capability):
     compiled = compile_kernel(name, capability, 256, dtype)
-    assert compiled.metadata.shared <= SHARED[capability]
+    assert compiled.metadata.shared <= SHARED_MEMORY[capability]
 
 
 @crossed(

@@ -1,7 +1,7 @@
 """MesaNet's kernels as they ship, for GPUs that are not here."""
 
 import pytest
-from support.offline import LEADING, build, judge
+from support.offline import LEADING, build, check_fits
 from support.pairwise import crossed
 
 from fastweights.kernels import mesa
@@ -24,7 +24,9 @@ def compile_kernel(name, capability, precision, K):
 def test_how_much_spills(name, K, tmp_path):
     """Of what half precision runs on Hopper."""
     spilled = 88 if (name, K) == ("solve", 64) else 0
-    judge(compile_kernel(name, 90, "tf32", K), 90, tmp_path, spilled=spilled)
+    check_fits(
+        compile_kernel(name, 90, "tf32", K), 90, tmp_path, spilled=spilled
+    )
 
 
 def test_steps_keep_their_matrix_and_multiply_once(tmp_path):
@@ -48,4 +50,4 @@ def test_fits_where_it_is_chosen(name, capability, precision, tmp_path):
     """In fp32 heads are half as wide, and it may spill."""
     K = 64 if precision == "tf32x3" else 100
     compiled = compile_kernel(name, capability, precision, K)
-    judge(compiled, capability, tmp_path, spilled=2**10)
+    check_fits(compiled, capability, tmp_path, spilled=2**10)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from support.offline import DTYPES, build, judge
+from support.offline import DTYPES, build, check_fits
 
 from fastweights.kernels import output_norm
 
@@ -41,7 +41,7 @@ def test_nothing_spills(name, dtype, HV, V, capability, tmp_path):
     types = {"inputs": (x, y, x), "grads": (x, x, y)}
     types |= {"eps": "fp32", "rows": "i32"}
     kernel = build(KERNELS[name], capability, dtype, constants, types)
-    judge(kernel, capability, tmp_path, spilled=0)
+    check_fits(kernel, capability, tmp_path, spilled=0)
     found = re.findall(r"(?:ld|st)\.global\S*", kernel.asm["ptx"])
     wide = [x for x in found if x.endswith("v4.b32")]
     assert len(found) - len(wide) <= {"fwd": 1, "bwd": 2}[name]

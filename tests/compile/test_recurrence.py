@@ -7,10 +7,10 @@ import torch
 from support.offline import (
     AS_RECORDED,
     DTYPES,
-    SHARED,
+    SHARED_MEMORY,
     build_launch,
+    check_fits,
     cuobjdump,
-    judge,
     unwaited_products,
 )
 from support.pairwise import all_but
@@ -101,7 +101,7 @@ def compile_stage(
     For head size D = K = V, or, if ragged, for V that no tile divides.
     """
     DG, V, low = D if width == "K" else width, D - 8 * ragged, DTYPES[dtype]
-    gpu = GPU(SHARED[capability], 132, divmod(capability, 10))
+    gpu = GPU(SHARED_MEMORY[capability], 132, divmod(capability, 10))
     erases, delta = rule == "erase", rule != "additive"
     sizes = (4, 4 * group, D, V, DG, delta, chunk_size)
     kind = CallKind(gpu, low, *sizes, precision, erases)
@@ -151,14 +151,15 @@ def allowed(stage, width, capability, rule="delta"):
 
 
 @pytest.mark.parametrize(
-    "stage, width, rule, capability", on_each(SHARED, whole=(90,), step=4)
+    "stage, width, rule, capability",
+    on_each(SHARED_MEMORY, whole=(90,), step=4),
 )
 def test_registers_and_products_in_bf16(
     stage, width, rule, capability, tmp_path
 ):
     compiled = compile_stage(stage, width, rule, capability)
     most = allowed(stage, width, capability, rule)
-    judge(compiled, capability, tmp_path, most)
+    check_fits(compiled, capability, tmp_path, most)
     products = stage not in ("intra", "compose", "compose_backward")
     products |= rule != "additive"
     products &= stage != "gate_backward"
@@ -181,7 +182,7 @@ def test_tensor_memory_accelerator(stage, width, rule, ragged, tmp_path):
     """
     compiled = compile_stage(stage, width, rule, 90, ragged=ragged)
     if ragged:
-        judge(compiled, 90, tmp_path, allowed(stage, width, 90))
+        check_fits(compiled, 90, tmp_path, allowed(stage, width, 90))
     by_tma = "cp.async.bulk.tensor" in compiled.asm["ptx"]
     assert by_tma == (not ragged)
 
@@ -221,7 +222,7 @@ def test_products_do_not_wait_for_each_other(stage, rule, tmp_path):
 def test_other_head_sizes(stage, width, rule, size, tmp_path):
     D, capability = size
     compiled = compile_stage(stage, width, rule, capability, D)
-    judge(compiled, capability, tmp_path, 3072 if D == 256 else 2048)
+    check_fits(compiled, capability, tmp_path, 3072 if D == 256 else 2048)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,9 @@ def test_other_chunk_sizes(stage, width, rule, chunk_size, tmp_path):
     compiled = compile_stage(
         stage, width, rule, 90, chunk_size=chunk_size, group=2
     )
-    judge(compiled, 90, tmp_path, 4096 if "unfactorable" in stage else 1024)
+    check_fits(
+        compiled, 90, tmp_path, 4096 if "unfactorable" in stage else 1024
+    )
     if stage.startswith("intra"):
         assert "wgmma" not in compiled.asm["ptx"]
 
@@ -240,7 +243,7 @@ def test_other_chunk_sizes(stage, width, rule, chunk_size, tmp_path):
 def test_several_value_heads(stage, width, rule, group, tmp_path):
     """Their sums are two tiles more."""
     compiled = compile_stage(stage, width, rule, 90, group=group)
-    judge(compiled, 90, tmp_path, 3072)
+    check_fits(compiled, 90, tmp_path, 3072)
 
 
 @pytest.mark.parametrize(
@@ -257,12 +260,14 @@ def test_fp32(stage, width, rule, products, tmp_path):
     compiled = compile_stage(
         stage, width, rule, capability, dtype="fp32", precision=precision
     )
-    judge(compiled, capability, tmp_path, 4096 if capability == 90 else 16384)
+    check_fits(
+        compiled, capability, tmp_path, 4096 if capability == 90 else 16384
+    )
 
 
 def test_a_rank_takes_no_more_registers(tmp_path):
     """Packed, with a gate per channel: no more registers than of one GPU."""
-    gpu, low = GPU(SHARED[90], 132, (9, 0)), torch.bfloat16
+    gpu, low = GPU(SHARED_MEMORY[90], 132, (9, 0)), torch.bfloat16
     sizes = (4, 4, 128, 128, 128, True, 64, "tf32", False)
     kind = CallKind(gpu, low, *sizes, on_ranks=True)
     dtypes = stages.CallTensors(
@@ -281,4 +286,4 @@ def test_a_rank_takes_no_more_registers(tmp_path):
     ]
     assert len(launches) == 9
     for launch in launches:
-        judge(build_launch(launch, 90), 90, tmp_path, 200)
+        check_fits(build_launch(launch, 90), 90, tmp_path, 200)

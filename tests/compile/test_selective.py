@@ -1,6 +1,6 @@
 """The selective scan's kernels as they ship, for GPUs that are not here."""
 
-from support.offline import OTHERS, SHARED, build, judge
+from support.offline import OTHERS, SHARED_MEMORY, build, check_fits
 from support.pairwise import crossed
 
 from fastweights.kernels import selective
@@ -30,13 +30,13 @@ def compile_kernel(name, capability, dtype="bf16", D=2048, N=16, G=None):
 
 @crossed(
     seldom=[str(x) for x in OTHERS],
-    capability=[*SHARED],
+    capability=[*SHARED_MEMORY],
     dtype=["bf16", "fp32"],
     name=[*KERNELS],
 )
 def test_nothing_spills(name, capability, dtype, tmp_path):
     compiled = compile_kernel(name, capability, dtype)
-    judge(compiled, capability, tmp_path, spilled=0)
+    check_fits(compiled, capability, tmp_path, spilled=0)
 
 
 SIZES = [(1, 1), (48, 5, 3), (768, 64, 1), (2048, 256), (2048, 16, 2)]
@@ -46,4 +46,4 @@ SIZES = [(1, 1), (48, 5, 3), (768, 64, 1), (2048, 256), (2048, 16, 2)]
 def test_nothing_spills_at_other_sizes(name, sizes, capability, tmp_path):
     """The tuple is D, N, and G of packed sequences."""
     compiled = compile_kernel(name, capability, "bf16", *sizes)
-    judge(compiled, capability, tmp_path, spilled=0)
+    check_fits(compiled, capability, tmp_path, spilled=0)

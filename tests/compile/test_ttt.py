@@ -1,7 +1,7 @@
 """TTT-Linear's kernels as they ship, for GPUs that are not here."""
 
 import pytest
-from support.offline import SHARED, build, judge
+from support.offline import SHARED_MEMORY, build, check_fits
 from support.pairwise import crossed
 
 from fastweights.kernels import ttt
@@ -40,13 +40,17 @@ def compile_kernel(name, capability, dtype, K, C=16):
 def test_how_much_spills(name, capability, K, tmp_path):
     compiled = compile_kernel(name, capability, "bf16", K)
     spilled = SPILLED[name, capability, K]
-    judge(compiled, capability, tmp_path, spilled=spilled)
+    check_fits(compiled, capability, tmp_path, spilled=spilled)
 
 
 @pytest.mark.full
-@crossed(capability=[*SHARED], dtype=["bf16", "fp16", "fp32"], name=[*KERNELS])
+@crossed(
+    capability=[*SHARED_MEMORY],
+    dtype=["bf16", "fp16", "fp32"],
+    name=[*KERNELS],
+)
 def test_fits_every_gpu(name, capability, dtype, tmp_path):
     """Where "auto" does not choose it too: it spills, but it runs."""
     K = 64 if dtype == "fp32" else 100
     compiled = compile_kernel(name, capability, dtype, K)
-    judge(compiled, capability, tmp_path, spilled=2**20)
+    check_fits(compiled, capability, tmp_path, spilled=2**20)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.deep_cases import CASES, WEIGHTS, B, C, H, drawn
+from support.deep_cases import DEEP_CASES, WEIGHTS, B, C, H, deep_inputs
 from support.graphs import in_one_graph
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -16,7 +16,7 @@ LONG = (2 * GROUP_SIZE + 3) * C + 2
 
 
 def inputs(name, T):
-    return {k: t.requires_grad_() for k, t in drawn(name, T).items()}
+    return {k: t.requires_grad_() for k, t in deep_inputs(name, T).items()}
 
 
 def results(run, x, use="both"):
@@ -43,7 +43,7 @@ def test_computed_again_for_a_backward(name, monkeypatch):
         kept.append(0)
         x = inputs(name, LONG)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            found.append(results(CASES[name].chunked, x))
+            found.append(results(DEEP_CASES[name].chunked, x))
     for again, once in zip(*found, strict=True):
         assert relative_error(again, once) < 1e-12
     assert kept[0] < 0.4 * kept[1]
@@ -52,7 +52,7 @@ def test_computed_again_for_a_backward(name, monkeypatch):
 @pytest.mark.parametrize("name", ["ttt-linear", "titans-linear"])
 def test_goes_on_after_whole_chunks(name):
     """A call that ends with a chunk leaves no sum of an unfinished one."""
-    case, x = CASES[name], drawn(name, 5 * C)
+    case, x = DEEP_CASES[name], deep_inputs(name, 5 * C)
     want, last = case.chunked(x)
     cut, state, outputs = 3 * C, None, []
     for part in (slice(0, cut), slice(cut, 5 * C)):
@@ -97,10 +97,10 @@ def test_compiled_once_however_long(name):
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")
         run = torch.compile(
-            CASES[name].chunked, fullgraph=True, backend=counter
+            DEEP_CASES[name].chunked, fullgraph=True, backend=counter
         )
         found = results(run, inputs(name, length), use)
-        want = results(CASES[name].chunked, inputs(name, length), use)
+        want = results(DEEP_CASES[name].chunked, inputs(name, length), use)
         for a, b in zip(found, want, strict=True):
             assert relative_error(a, b) < 1e-11
         assert counter.frame_count == 1
@@ -115,7 +115,7 @@ def test_compiled_once_however_long(name):
 @pytest.mark.full
 def test_one_graph_for_many_lengths():
     """The second is taken for any, as long as it leaves the same rest."""
-    case = CASES["ttt-linear"]
+    case = DEEP_CASES["ttt-linear"]
     with in_one_graph(case.chunked, most=2) as run:
         for chunks in (4, 5, 7, 11):
             x = inputs("ttt-linear", chunks * C + 2)
@@ -129,10 +129,10 @@ def test_one_graph_for_many_lengths():
 @pytest.mark.parametrize("name", WITH_CHUNKS)
 def test_compiled_once_on_gpu(name):
     """By Inductor, in fp32: kernels in place of a step's operations."""
-    case = CASES[name]
+    case = DEEP_CASES[name]
     x = {
         k: t.detach().float().cuda().requires_grad_()
-        for k, t in drawn(name, 20 * C + 2).items()
+        for k, t in deep_inputs(name, 20 * C + 2).items()
     }
     with in_one_graph(case.chunked, "inductor") as run:
         found, want = results(run, x), results(case.chunked, x)
@@ -146,10 +146,10 @@ def test_few_chunks_and_no_scan(monkeypatch):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     run = torch.compile(
-        CASES["ttt-linear"].chunked, fullgraph=True, backend=counter
+        DEEP_CASES["ttt-linear"].chunked, fullgraph=True, backend=counter
     )
-    x = drawn("ttt-linear", 4 * C)
-    torch.testing.assert_close(run(x), CASES["ttt-linear"].chunked(x))
+    x = deep_inputs("ttt-linear", 4 * C)
+    torch.testing.assert_close(run(x), DEEP_CASES["ttt-linear"].chunked(x))
     assert not scans(counter.graphs[0])
     torch._dynamo.reset()
 

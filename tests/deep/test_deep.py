@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support.deep_cases import CASES, WEIGHTS, B, C, H, K, V, drawn
+from support.deep_cases import DEEP_CASES, WEIGHTS, B, C, H, K, V, deep_inputs
 from support.graphs import in_one_graph
 from support.pairwise import all_but
 
@@ -37,22 +37,22 @@ def flat(params):
     return torch.cat([x.flatten(2) for x in leaves], -1)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", DEEP_CASES)
 @pytest.mark.parametrize("length", [1, C, T])
 def test_chunked_as_token_by_token(name, length):
-    case, x = CASES[name], drawn(name, length)
+    case, x = DEEP_CASES[name], deep_inputs(name, length)
     found, _ = case.chunked(x)
     want, _ = case.learner(x)
     assert found.shape == want.shape
     assert relative_error(found, want) < 1e-12
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", DEEP_CASES)
 def test_gradients_are_those_of_the_loop(name):
     """Of every input, the weights at the start among them."""
-    case, results = CASES[name], []
+    case, results = DEEP_CASES[name], []
     for run in (case.chunked, case.learner):
-        x = {k: t.requires_grad_() for k, t in drawn(name, T).items()}
+        x = {k: t.requires_grad_() for k, t in deep_inputs(name, T).items()}
         o = run(x)[0]
         weight = torch.linspace(1, 2, o.numel(), **DOUBLE).reshape(o.shape)
         results.append(
@@ -65,7 +65,7 @@ def test_gradients_are_those_of_the_loop(name):
 
 def test_the_state_of_a_complete_chunk_is_what_the_weights_have_learned():
     for name in ("ttt-mlp", "titans-mlp", "lact"):
-        case, x = CASES[name], drawn(name, 2 * C)
+        case, x = DEEP_CASES[name], deep_inputs(name, 2 * C)
         _, state = case.chunked(x)
         _, (params, memory) = case.learner(x)
         first = [x[key] for key in ("W1", "b1", "W2", "b2", "W3") if key in x]
@@ -95,14 +95,14 @@ def whole(name):
     return not name.startswith("mesa")
 
 
-@pytest.mark.parametrize("name", [*filter(whole, CASES)])
+@pytest.mark.parametrize("name", [*filter(whole, DEEP_CASES)])
 def test_rows_at_different_places(name):
     """Pieces of other lengths per row: as each row alone, all at once.
 
     Between pieces rows stand at different places of their chunks, also right
     behind one; one gets no token for a while.
     """
-    case, x = CASES[name], drawn(name, T)
+    case, x = DEEP_CASES[name], deep_inputs(name, T)
     want, last = case.chunked(x)
     pieces = [(7, 2), (1, 0), (1, 1), (1, 1), (5, 6), (2, 7)]
     assert [sum(p) for p in zip(*pieces, strict=True)] == [T, T]
@@ -133,7 +133,7 @@ def test_rows_at_different_places(name):
 
 
 def test_mesa_in_pieces_and_packed():
-    case, x = CASES["mesa"], drawn("mesa", T)
+    case, x = DEEP_CASES["mesa"], deep_inputs("mesa", T)
     want, last = case.chunked(x)
     state, outputs = None, []
     for start, stop in ((0, 7), (7, 8), (8, T)):
@@ -158,15 +158,18 @@ COMPILED = ["ttt-linear"]
     "name",
     [
         n if n in COMPILED else pytest.param(n, marks=pytest.mark.full)
-        for n in CASES
+        for n in DEEP_CASES
     ],
 )
 def test_compiled_in_one_graph(name):
     """Forward and backward, with a last chunk that is shorter."""
-    case, results = CASES[name], []
+    case, results = DEEP_CASES[name], []
     with in_one_graph(case.chunked) as run:
         for call in (case.chunked, run):
-            x = {k: t.requires_grad_() for k, t in drawn(name, C + 2).items()}
+            x = {
+                k: t.requires_grad_()
+                for k, t in deep_inputs(name, C + 2).items()
+            }
             o, state = call(x)
             slopes = torch.autograd.grad(o.square().sum(), x.values())
             results.append((o, state, *slopes))
@@ -185,7 +188,7 @@ def test_a_momentum_of_zero_and_a_decay_of_everything():
             want[t, s] = a[s + 1 : t + 1].detach().prod()
     assert found.equal(want)
     assert torch.autograd.gradcheck(pairwise_products, a)
-    case, x = CASES["titans-mlp"], drawn("titans-mlp", T)
+    case, x = DEEP_CASES["titans-mlp"], deep_inputs("titans-mlp", T)
     x["momentum"][:, 3], x["g"][:, 6] = 0.0, -torch.inf
     assert relative_error(case.chunked(x)[0], case.learner(x)[0]) < 1e-12
 
@@ -287,7 +290,7 @@ def test_gelu_slope_is_its_derivative():
 
 def test_mesa_keeps_rows_that_are_solved():
     """Far more steps than the equations have unknowns, also in fp32."""
-    x = {k: t.float() for k, t in drawn("mesa", T).items()}
+    x = {k: t.float() for k, t in deep_inputs("mesa", T).items()}
     few, _ = mesa(*x.values(), steps=10)
     many, _ = mesa(*x.values(), steps=60)
     assert relative_error(many, few) < 1e-5

@@ -4,11 +4,17 @@ import itertools
 
 import pytest
 import torch
-from support.deep_cases import CASES, B, C, H, K, drawn
-from support.deep_cases import layers as weights
+from support.deep_cases import (
+    DEEP_CASES,
+    B,
+    C,
+    H,
+    K,
+    deep_inputs,
+    network_layers,
+)
 from support.graphs import in_one_graph
-from support.layer_cases import CASES as LAYERS
-from support.layer_cases import contents, made, tokens
+from support.layer_cases import LAYER_CASES, contents, hidden, make_layer
 from support.pairwise import all_but
 from torch.utils.checkpoint import checkpoint
 
@@ -29,12 +35,12 @@ def slopes(layer, outputs, x):
     )
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", LAYER_CASES)
 def test_gradients_cross_the_state_between_pieces(name):
     """Truncated backpropagation: of two or three calls as of one."""
-    layer = made(name, torch.float64)
+    layer = make_layer(name, torch.float64)
     for pieces in PIECES:
-        x = tokens(2, sum(pieces), **DOUBLE).requires_grad_()
+        x = hidden(2, sum(pieces), **DOUBLE).requires_grad_()
         want = slopes(layer, [layer(x)[0]], x)
         state, outputs = None, []
         for part in x.split(list(pieces), 1):
@@ -45,25 +51,25 @@ def test_gradients_cross_the_state_between_pieces(name):
             assert relative_error(a, b) < 1e-8, pieces
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", LAYER_CASES)
 @pytest.mark.parametrize("offsets", [None, [0, 1, 3, 3]])
 def test_every_parameter_has_a_gradient_at_any_length(name, offsets):
     """DistributedDataParallel waits for all of them: 0, not None."""
     for length in (1, 2, 3) if offsets is None else (3,):
-        layer = made(name)
+        layer = make_layer(name)
         cu_seqlens = offsets and torch.tensor(offsets)
-        y, _ = layer(tokens(1, length), cu_seqlens=cu_seqlens)
+        y, _ = layer(hidden(1, length), cu_seqlens=cu_seqlens)
         y.square().sum().backward()
         missing = [k for k, p in layer.named_parameters() if p.grad is None]
         assert not missing, length
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", LAYER_CASES)
 def test_checkpointed(name, reentrant):
     """What a backward saves it may read once."""
-    layer = made(name, torch.float64)
-    x = tokens(2, 9, **DOUBLE).requires_grad_()
+    layer = make_layer(name, torch.float64)
+    x = hidden(2, 9, **DOUBLE).requires_grad_()
     want = slopes(layer, [layer(x)[0]], x)
     y = checkpoint(lambda x: layer(x)[0], x, use_reentrant=reentrant)
     y.sin().sum().backward()
@@ -73,14 +79,14 @@ def test_checkpointed(name, reentrant):
 
 # Without a compiler.
 
-OPEN = [name for name in CASES if name != "mesa"]
+OPEN = [name for name in DEEP_CASES if name != "mesa"]
 
 
 @pytest.mark.parametrize("name", OPEN)
 def test_as_one_operator(name, monkeypatch):
     """What a graph for any length calls, with rows of different lengths."""
-    case = CASES[name]
-    _, state = case.chunked(drawn(name, 3, seed=1))
+    case = DEEP_CASES[name]
+    _, state = case.chunked(deep_inputs(name, 3, seed=1))
     begun = {
         "initial_state": state.requires_grad_(),
         "position": torch.tensor([3, 3]),
@@ -90,7 +96,10 @@ def test_as_one_operator(name, monkeypatch):
         results = []
         for value in (False, True):
             monkeypatch.setattr(any_length, "is_dynamic", lambda _, a=value: a)
-            x = {k: t.requires_grad_() for k, t in drawn(name, C + 3).items()}
+            x = {
+                k: t.requires_grad_()
+                for k, t in deep_inputs(name, C + 3).items()
+            }
             o, after = _once(case, x, options, monkeypatch)
             loss = o.sin().sum() + after.sin().sum()
             given = [*x.values(), state] if options else [*x.values()]
@@ -113,7 +122,9 @@ def _once(case, x, options, monkeypatch):
 
 
 def test_a_gradients_gradient_of_the_operator_is_refused():
-    x = {k: t.requires_grad_() for k, t in drawn("ttt-linear", C).items()}
+    x = {
+        k: t.requires_grad_() for k, t in deep_inputs("ttt-linear", C).items()
+    }
     given = [x[n] for n in ("q", "k", "v", "rate")]
     given += [[(x["W1"], x["b1"])], (x["gamma"], x["bias"]), x["step_scale"]]
     shapes = x["v"].shape, [B, H, 2, K * K + K]
@@ -134,13 +145,13 @@ def test_a_chunk_size_that_a_compiler_leaves_open():
     def run(x, size):
         names = ("q", "k", "v", "rate", "momentum", "g")
         tokens = (x[name] for name in names)
-        return deep.titans(*tokens, weights(x), chunk_size=size)[0]
+        return deep.titans(*tokens, network_layers(x), chunk_size=size)[0]
 
     compiled = torch.compile(
         run, backend="eager", fullgraph=True, dynamic=True
     )
     for T, size in ((9, 4), (11, 4), (12, 5)):
-        x = drawn("titans-linear", T)
+        x = deep_inputs("titans-linear", T)
         torch.testing.assert_close(compiled(x, size), run(x, size))
 
 
@@ -155,12 +166,12 @@ OFTEN = [("lact", None), ("ttt-linear", True)]
 )
 def test_two_graphs_for_all_lengths(name, dynamic):
     """The first is of its length, the second of any; and all numbers."""
-    layer = made(name, torch.float64)
+    layer = make_layer(name, torch.float64)
     with in_one_graph(layer, most=2, dynamic=dynamic) as run:
         for length in (5, 9, 2, 3, 4, 6, 7, 8, 12, 20, 41):
             results = []
             for call in (layer, run):
-                x = tokens(2, length, **DOUBLE).requires_grad_()
+                x = hidden(2, length, **DOUBLE).requires_grad_()
                 y = call(x)[0]
                 results.append((y, *slopes(layer, [y], x)))
             torch.testing.assert_close(*results)
@@ -170,13 +181,13 @@ UNEVEN = [0, 1, 1, 40, 43, 44, 45, 46, 47, 49, 50]
 
 
 @pytest.mark.parametrize(
-    "name", [x for x in LAYERS if x.startswith(("lact", "titans", "ttt"))]
+    "name", [x for x in LAYER_CASES if x.startswith(("lact", "titans", "ttt"))]
 )
 @pytest.mark.parametrize("how", ["learned", "in place", "pool"])
 def test_documents_of_uneven_length(name, how, monkeypatch):
     """Each is itself alone, and none is filled up to the longest."""
-    layer = made(name, torch.float64)
-    x, cu_seqlens = tokens(1, 52, dtype=torch.float64), torch.tensor(UNEVEN)
+    layer = make_layer(name, torch.float64)
+    x, cu_seqlens = hidden(1, 52, dtype=torch.float64), torch.tensor(UNEVEN)
     spans = [*itertools.pairwise(UNEVEN)]
     filled = []
 
@@ -189,7 +200,7 @@ def test_documents_of_uneven_length(name, how, monkeypatch):
     for module in (lact, titans, ttt):
         monkeypatch.setattr(module, "UnpackedRows", Counted)
     with torch.set_grad_enabled(how == "learned"):
-        _, before = layer(tokens(len(spans), 3, seed=1, dtype=torch.float64))
+        _, before = layer(hidden(len(spans), 3, seed=1, dtype=torch.float64))
         each = [before.select(torch.tensor([n])) for n in range(len(spans))]
         state = before.clone()
         if how == "pool":

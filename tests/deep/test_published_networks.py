@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.recorded import recorded
-from support.reference_parts import Memory
-from support.reference_parts import normed as rms
+from support.reference_parts import Memory, rms_norm
 from torch.utils._pytree import tree_map
 
 from fastweights import deep
@@ -335,7 +334,7 @@ def test_mesanet_layer_written_out():
             A = decay * A + beta * torch.outer(key, key)
             G = decay * G + beta * torch.outer(key, v[t, at])
             outputs.append(torch.linalg.solve(A + ridge, query) @ G)
-        heads.append(rms(torch.stack(outputs), w["norm.weight"]))
+        heads.append(rms_norm(torch.stack(outputs), w["norm.weight"]))
     want = torch.cat(heads, -1) @ w["o_proj.weight"].mT
     assert relative_error(layer(x)[0][0], want) < 1e-10
 

@@ -72,9 +72,9 @@ def by_schedule(monkeypatch):
         itertools.product(GATES, RULES),
     ),
 )
-def test_a_schedule_is_the_call(gate, rule, by_schedule, poison, cut):
+def test_a_schedule_is_the_call(gate, rule, by_schedule, poison, set_segments):
     """The same bits, on other data and with another scale too."""
-    cut(3)
+    set_segments(3)
     calls = []
     for seed, (dtype, V, use, lengths) in enumerate(
         (

@@ -8,25 +8,27 @@ from support.operator_cases import (
     OPERATORS,
     OpChecks,
     check_one_graph,
-    drawn,
-    results,
+    operator_inputs,
+    operator_results,
 )
 
 
 def by_kernels(name, x, **options):
-    return results(OPERATORS[name].call, x, backend="triton", **options)
+    return operator_results(
+        OPERATORS[name].call, x, backend="triton", **options
+    )
 
 
 @EACH_OPERATOR
 def test_schemas_and_shapes(name):
-    x = drawn(name, 6, 2, torch.float32)
+    x = operator_inputs(name, 6, 2, torch.float32)
     with OpChecks():
         by_kernels(name, x, cu_seqlens=torch.tensor([0, 2, 6]))
 
 
 @EACH_OPERATOR
 def test_views_that_are_not_contiguous(name):
-    x = drawn(name, 20, 1, torch.float32)
+    x = operator_inputs(name, 20, 1, torch.float32)
     views = {
         key: t.movedim(-1, 0).contiguous().movedim(0, -1)
         for key, t in x.items()
@@ -39,11 +41,14 @@ def test_views_that_are_not_contiguous(name):
 @EACH_OPERATOR
 def test_what_is_refused_on_the_host(name):
     """Offsets that are none, and bf16, which NumPy has not."""
-    x, offsets = drawn(name, 6, 1, torch.float32), torch.tensor([0, 7])
+    x, offsets = (
+        operator_inputs(name, 6, 1, torch.float32),
+        torch.tensor([0, 7]),
+    )
     with pytest.raises(ValueError, match=r"cu_seqlens: got \[0, 7\]"):
         by_kernels(name, x, cu_seqlens=offsets)
     with pytest.raises(ValueError, match="backend: got 'triton'"):
-        by_kernels(name, drawn(name, 6, 1, torch.bfloat16))
+        by_kernels(name, operator_inputs(name, 6, 1, torch.bfloat16))
 
 
 @DEVICES
@@ -59,6 +64,6 @@ def test_one_graph(name, device):
 @pytest.mark.gpu
 @EACH_OPERATOR
 def test_the_same_bits_again(name):
-    x = drawn(name, 1000, 1, torch.bfloat16, "cuda")
+    x = operator_inputs(name, 1000, 1, torch.bfloat16, "cuda")
     first, second = (by_kernels(name, x) for _ in range(2))
     torch.testing.assert_close(first, second, rtol=0, atol=0)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from support.batch_invariance_cases import EDGES, check
+from support.batch_invariance_cases import EDGES, check_invariance
 from support.inputs import GATES, RULES
 from support.pairwise import crossed
 
@@ -21,15 +21,15 @@ MEMBERS = list(itertools.product(GATES_OF_TOKENS, RULES))
     gate=GATES_OF_TOKENS,
     rule=RULES,
 )
-def test_bits(gate, rule, T, edges, cut, monkeypatch):
+def test_bits(gate, rule, T, edges, set_segments, monkeypatch):
     """Of two segments, with and without a tail, where others would be cut."""
-    cut(2)
+    set_segments(2)
     monkeypatch.setattr(settings, "BATCH_INVARIANT_SEGMENT", 32)
     sizes = {"H": 1, "HV": 1, "K": 17, "V": 9}
     sizes |= {"dtype": torch.float32, "device": "cpu"}
     options = {"backend": "triton", "chunk_size": 16}
     others = (1, 37), (1, 40)
-    check(gate, rule, edges, T, others, 32, sizes, **options)
+    check_invariance(gate, rule, edges, T, others, 32, sizes, **options)
 
 
 # T, edges, dtype, K and V.
@@ -49,4 +49,6 @@ def test_bits_on_a_gpu(gate, rule, T, edges, dtype, D):
     sizes = {"H": 1, "HV": 2, "K": D, "V": D, "dtype": dtype}
     sizes["device"] = "cuda"
     others, segment = [(1, 3000), (1, 9001)], settings.BATCH_INVARIANT_SEGMENT
-    check(gate, rule, edges, T, others, segment, sizes, backend="triton")
+    check_invariance(
+        gate, rule, edges, T, others, segment, sizes, backend="triton"
+    )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.convolution_inputs import HEADS, flat, tokens
+from support.convolution_inputs import HEADS, convolution_inputs, flat
 from support.inputs import results, same
 from support.kernel_judge import needs_memory
 from support.pairwise import pairs
@@ -77,26 +77,29 @@ def test_it_is_pytorchs(function, T, W, without, activation, use, packed):
         offsets = torch.tensor(OFFSETS, dtype=torch.int32)
         given, sizes = given | {"cu_seqlens": offsets}, {"T": 12, "N": 5}
         sizes["B"] = 1
-    x = tokens(**sizes, C=C, W=W, dtype=torch.float32)
+    x = convolution_inputs(**sizes, C=C, W=W, dtype=torch.float32)
     x = {name: t for name, t in x.items() if name not in without}
     judge(call, x, use=use, **given)
 
 
 def test_chunks_as_they_ship():
-    judge(short_convolution, tokens(B=1, T=67, C=5, dtype=torch.float32))
+    judge(
+        short_convolution,
+        convolution_inputs(B=1, T=67, C=5, dtype=torch.float32),
+    )
 
 
 @pytest.mark.parametrize("K, V", [(96, 192), (128, 128)])
 def test_blocks_as_they_ship(K, V):
     """Heads that are no power of two, and values in a block and a half."""
-    x = tokens(B=1, T=5, C=2 * K + V, dtype=torch.float32)
+    x = convolution_inputs(B=1, T=5, C=2 * K + V, dtype=torch.float32)
     judge(flat, x, heads=(1, 1), sizes=(K, V))
 
 
 @pytest.mark.usefixtures("short")
 def test_half_precision_sums_its_gradients_in_fp32():
     kind = {"dtype": torch.float16, "single": torch.float32}
-    x = tokens(B=1, T=9, C=10, **kind)
+    x = convolution_inputs(B=1, T=9, C=10, **kind)
     found = judge(flat, x, 4e-4, **ONE)
     exact = {name: t.double() for name, t in x.items()}
     ref = results(flat, exact, **ONE)
@@ -108,7 +111,7 @@ def test_half_precision_sums_its_gradients_in_fp32():
 @pytest.mark.parametrize("size", [0.0, 1e18])
 def test_sums_of_any_size(size):
     """e^{-z} overflows, and what is nothing stays so."""
-    x = tokens(B=1, T=3, C=10, bias=False, dtype=torch.float32)
+    x = convolution_inputs(B=1, T=3, C=10, bias=False, dtype=torch.float32)
     x |= {name: size * x[name] for name in ("x", "initial_state")}
     *found, last = convolve_heads(**x, **ONE, backend="triton")
     *ref, _ = convolve_heads(**x, **ONE, backend="torch")
@@ -160,7 +163,7 @@ def test_offsets_that_are_none_stay_within_the_tokens(offsets):
 @pytest.mark.parametrize("packed", [False, True])
 def test_kernels_of_a_call_without_a_token(packed):
     offsets = torch.tensor([0, 0, 0]) if packed else None
-    x = tokens(B=1 if packed else 2, T=0, N=2, dtype=torch.float32)
+    x = convolution_inputs(B=1 if packed else 2, T=0, N=2, dtype=torch.float32)
     found = results(short_convolution, x, cu_seqlens=offsets, backend="triton")
     assert torch.equal(found["state"], x["initial_state"])
     assert found["dinitial_state"].all() and not found["dweight"].any()
@@ -168,7 +171,7 @@ def test_kernels_of_a_call_without_a_token(packed):
 
 @pytest.mark.usefixtures("short")
 def test_pieces_are_all_at_once():
-    x = tokens(B=1, T=7, C=10, dtype=torch.float32)
+    x = convolution_inputs(B=1, T=7, C=10, dtype=torch.float32)
     kind = {"backend": "triton", **ONE}
     *ref, state = convolve_heads(**x, **kind)
     pieces, last = [], x.pop("initial_state")
@@ -203,7 +206,7 @@ def test_packed_on_gpu(heads, sizes, dtype, W):
     C = 2 * heads[0] * sizes[0] + heads[1] * sizes[1]
     N = len(offsets) - 1
     kind = {"dtype": dtype, "single": torch.float32, "device": "cuda"}
-    x = tokens(B=1, T=T, C=C, W=W, N=N, **kind)
+    x = convolution_inputs(B=1, T=T, C=C, W=W, N=N, **kind)
     options = {"heads": heads, "sizes": sizes}
     options["cu_seqlens"] = torch.tensor(offsets, device="cuda")
     first = judge(flat, x, BUDGETS[dtype], **options)
@@ -215,7 +218,7 @@ def test_packed_on_gpu(heads, sizes, dtype, W):
 @pytest.mark.parametrize("dtype", BUDGETS)
 def test_a_batch_on_gpu(dtype, T):
     """5000 tokens have long chunks in the backward."""
-    x = tokens(B=2, T=T, C=200, dtype=dtype, device="cuda")
+    x = convolution_inputs(B=2, T=T, C=200, dtype=dtype, device="cuda")
     first = judge(short_convolution, x, BUDGETS[dtype])
     same(results(short_convolution, x), first, 0.0)
 

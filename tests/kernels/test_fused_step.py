@@ -3,7 +3,13 @@
 import pytest
 import torch
 from support.kernel_judge import DEVICES
-from support.token_cases import CASES, V, check_rows_of_a_pool, made, steps
+from support.token_cases import (
+    TOKEN_CASES,
+    VOCAB_SIZE,
+    check_rows_of_a_pool,
+    make_model_of,
+    read_by_tokens,
+)
 
 from fastweights.checks import relative_error
 from fastweights.kernels import gemv
@@ -27,18 +33,18 @@ def kernels(monkeypatch):
 
 
 @DEVICES
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", TOKEN_CASES)
 @pytest.mark.parametrize("rows", [2, 5])
 def test_tokens_are_those_of_one_pass(rows, case, device):
     """Two rows by sums, five by products of tiles."""
     if rows == 5 and "-" in case and device == "cpu":
         pytest.skip("the interpreter has seen its parts")
-    m = made(case, device)
-    tokens = torch.randint(V, (rows, 6), device=device)
+    m = make_model_of(case, device)
+    tokens = torch.randint(VOCAB_SIZE, (rows, 6), device=device)
     with torch.no_grad():
         wanted, _ = m(tokens)
         states = m(tokens[:, :4], m.new_states(rows, 8))[1]
-    found, ran = steps(m, tokens[:, 4:], states)
+    found, ran = read_by_tokens(m, tokens[:, 4:], states)
     assert relative_error(found, wanted[:, 4:]) <= 5e-6
     recurrent = not case.startswith("softmax")
     assert ran == ["triton fused_step"] * 2 * 2 * recurrent
@@ -49,8 +55,8 @@ def test_tokens_are_those_of_one_pass(rows, case, device):
 @pytest.mark.parametrize("rows, T", [(1, 3), (2, 8)])
 def test_some_tokens_at_once(rows, T, case, device):
     """Logits of all; then a second pass goes on from what is accepted."""
-    m = made(case, device, num_layers=1)
-    tokens = torch.randint(V, (rows, 4 + 2 * T), device=device)
+    m = make_model_of(case, device, num_layers=1)
+    tokens = torch.randint(VOCAB_SIZE, (rows, 4 + 2 * T), device=device)
     n = torch.tensor([2, 5], device=device)[:rows]
     with torch.no_grad(), record_backends() as ran:
         states = m(tokens[:, :4], m.new_states(rows, 40))[1]

@@ -34,7 +34,7 @@ def tiles(monkeypatch):
     monkeypatch.setattr(kernels, "gemv_options", wider)
 
 
-def drawn(device, dtype):
+def gemv_inputs(device, dtype):
     torch.manual_seed(0)
     return lambda *shape: torch.randn(shape).to(device, dtype)
 
@@ -54,7 +54,7 @@ def close(found, wanted):
 @ROWS
 def test_matrices_side_by_side_behind_a_norm(M, device, dtype):
     """Rows of a slice, whose distance is not their length."""
-    draw = drawn(device, dtype)
+    draw = gemv_inputs(device, dtype)
     x, norm = draw(M, K + 8)[:, :K], draw(K)
     weights = draw(65, K), draw(2, K), draw(70, K)
     found = gemv(x, *weights, norm=norm, eps=EPS)
@@ -68,7 +68,7 @@ def test_matrices_side_by_side_behind_a_norm(M, device, dtype):
 @pytest.mark.parametrize("V", [16, 48])
 def test_heads_are_normed_and_gated(V, activation, M, device, dtype):
     """Heads of 16 in a tile of their own, and one that no tile holds."""
-    draw = drawn(device, dtype)
+    draw = gemv_inputs(device, dtype)
     x, norm, w, residual = draw(M, K), draw(V), draw(30, K), draw(M, 30)
     gate = draw(M, 2 * K)[:, 8 : 8 + K] if activation else None
     found = gemv(
@@ -90,7 +90,7 @@ def test_heads_are_normed_and_gated(V, activation, M, device, dtype):
 @EVERYWHERE
 @ROWS
 def test_swiglu(M, device, dtype):
-    draw = drawn(device, dtype)
+    draw = gemv_inputs(device, dtype)
     x, norm, w = draw(M, K), draw(K), draw(2 * 66, K)
     gate, up = (normed(x, norm) @ w.double().T).chunk(2, 1)
     close(gemv(x, w, norm=norm, eps=EPS, swiglu=True), F.silu(gate) * up)
@@ -99,7 +99,7 @@ def test_swiglu(M, device, dtype):
 @EVERYWHERE
 @ROWS
 def test_matrices_have_columns_of_their_own(M, device, dtype):
-    draw = drawn(device, dtype)
+    draw = gemv_inputs(device, dtype)
     x, a, b = draw(M, 96), draw(20, 32), draw(70, 32)
     found = gemv(x, a, b, sources=(64, 16))
     x, a, b = x.double(), a.double().T, b.double().T
@@ -112,7 +112,7 @@ def test_matrices_have_columns_of_their_own(M, device, dtype):
 @pytest.mark.parametrize("pool", [True, False])
 def test_a_step_of_the_convolution(pool, W, silu, M, device, dtype):
     """Rows of a pool that are elsewhere, or nowhere, change nothing there."""
-    draw = drawn(device, dtype)
+    draw = gemv_inputs(device, dtype)
     x, w, other = draw(M, K), draw(70, K), draw(9, K)
     taps, bias, kept = draw(70, W), draw(70), draw(M + 2, W - 1, 70)
     rows = None
@@ -145,7 +145,7 @@ def test_a_step_of_the_convolution(pool, W, silu, M, device, dtype):
 )
 def test_some_tokens_of_the_convolution(B, T, W, some, device, dtype):
     """Its inputs move on by what is accepted, of none up to all tokens."""
-    draw = drawn(device, dtype)
+    draw = gemv_inputs(device, dtype)
     x, w, taps = draw(B, T, K), draw(70, K), draw(70, W)
     kept, bias = draw(B + 1, W - 1, 70), draw(70)
     rows = torch.arange(B, 0, -1, device=device)
@@ -169,7 +169,7 @@ def test_some_tokens_of_the_convolution(B, T, W, some, device, dtype):
 @pytest.mark.gpu
 def test_a_rows_bits_are_those_of_its_product_alone():
     """Up to two rows are one kernel, and from three to 16 another."""
-    draw = drawn("cuda", torch.bfloat16)
+    draw = gemv_inputs("cuda", torch.bfloat16)
     x, w = draw(16, 1024), draw(2048, 1024)
     for least, most in ((1, 2), (3, 16)):
         alone = gemv(x[:least], w)

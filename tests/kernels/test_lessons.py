@@ -186,8 +186,10 @@ def test_wrong_arguments(function, wrong, error):
 @pytest.mark.parametrize(
     "dtype, precision, tol", PRODUCTS.values(), ids=PRODUCTS
 )
-def test_products_on_gpu(function, D, dtype, precision, tol, matmul_precision):
-    matmul_precision(precision)
+def test_products_on_gpu(
+    function, D, dtype, precision, tol, set_matmul_precision
+):
+    set_matmul_precision(precision)
     tensors = inputs((2, 1000, 2, 4, D, D), dtype, True, "cuda")
     judge(function, tensors, tol=tol)
 

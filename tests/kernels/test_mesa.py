@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.inputs import same
-from support.kernel_judge import on_devices, state_results
+from support.kernel_judge import deep_results, on_devices
 
 from fastweights import ops
 from fastweights.deep import mesa
@@ -12,7 +12,7 @@ HALF = {"o": 5e-3, "state": 5e-3, "dg": 2e-2, "dbeta": 2e-2, "dridge": 2e-2}
 HALF |= {name: 1e-2 for name in ("dq", "dk", "dv", "dinitial_state")}
 
 
-def drawn(
+def mesa_inputs(
     *,
     B=2,
     T,
@@ -51,7 +51,7 @@ def call(x, backend, cu_seqlens=None, steps=30):
 
 def judge(x, tolerance=None, **options):
     with ops.record_backends() as ran:
-        found = state_results(call, x, "triton", **options)
+        found = deep_results(call, x, "triton", **options)
     assert ran.count("triton solve") == 2
     assert all(what.startswith("triton") for what in ran)
     for name, t in x.items():
@@ -59,7 +59,7 @@ def judge(x, tolerance=None, **options):
     assert found["o"].dtype == x["q"].dtype
     exact = {name: t.double() for name, t in x.items()}
     with ops.record_backends() as ran:
-        want = state_results(call, exact, "torch", **options)
+        want = deep_results(call, exact, "torch", **options)
     assert not any("triton" in what for what in ran)
     single = x["q"].dtype == torch.float32
     same(found, want, tolerance or (1e-5 if single else HALF))
@@ -76,7 +76,7 @@ def judge(x, tolerance=None, **options):
 )
 def test_the_kernel_is_pytorchs_solution(T, K, V, dtype, N):
     """A chunk that fills its tile, ones that do not, and several."""
-    judge(drawn(B=1, T=T, K=K, V=V, N=N, dtype=dtype))
+    judge(mesa_inputs(B=1, T=T, K=K, V=V, N=N, dtype=dtype))
 
 
 @pytest.mark.parametrize("gate", [0.0, 1e-3, 20.0])
@@ -86,12 +86,12 @@ def test_gates(gate, device, dtype):
     sizes = {"B": 1, "T": 70, "H": 1, "K": 16}
     if device == "cuda":
         sizes = {"T": 500, "K": 128}
-    judge(drawn(**sizes, gate=gate, dtype=dtype, device=device))
+    judge(mesa_inputs(**sizes, gate=gate, dtype=dtype, device=device))
 
 
 def test_gates_that_end_everything():
     """A log decay of -inf, after which the kernel's sums go on."""
-    x = drawn(B=1, T=70, H=1, K=16, N=1)
+    x = mesa_inputs(B=1, T=70, H=1, K=16, N=1)
     with torch.no_grad():
         want, state = call(x, "torch")
         x["g"][:, [0, 40, 66]] = -torch.inf
@@ -123,21 +123,21 @@ def test_packed_sequences_begin_anywhere(device, dtype):
     """An empty sequence, one token, and chunks that begin anywhere."""
     T, K = (100, 8) if device == "cpu" else (1000, 64)
     ends = torch.tensor([0, 5, 5, 6, 7 * T // 10, T], device=device)
-    x = drawn(B=1, T=T, K=K, N=5, dtype=dtype, device=device)
+    x = mesa_inputs(B=1, T=T, K=K, N=5, dtype=dtype, device=device)
     judge(x, cu_seqlens=ends)
 
 
 def test_one_token_goes_on_without_the_kernel():
-    x = drawn(T=1, K=8)
+    x = mesa_inputs(T=1, K=8)
     with ops.record_backends() as ran:
-        found = state_results(call, x, "triton")
+        found = deep_results(call, x, "triton")
     assert "triton solve" not in ran
-    same(found, state_results(call, x, "torch"), 1e-5)
+    same(found, deep_results(call, x, "torch"), 1e-5)
 
 
 def test_rows_that_are_solved_stay():
     """More steps than equations, and a query of 0."""
-    x = drawn(B=1, T=20, K=4)
+    x = mesa_inputs(B=1, T=20, K=4)
     x["q"][:, 3] = 0
     with torch.no_grad():
         few, many = (call(x, "triton", steps=n)[0] for n in (8, 60))
@@ -148,8 +148,8 @@ def test_rows_that_are_solved_stay():
 def test_what_the_kernel_does_not_take():
     message = "backend: got 'triton', which needs heads of at most 64, not 65"
     with pytest.raises(ValueError, match=message):
-        call(drawn(B=1, T=1, H=1, K=65), "triton")
-    x = drawn(T=8, K=4)
+        call(mesa_inputs(B=1, T=1, H=1, K=65), "triton")
+    x = mesa_inputs(T=8, K=4)
     with pytest.raises(ValueError, match="backend: got 'loop', need one of"):
         call(x, "loop")
     with pytest.raises(ValueError, match="float64"):
@@ -167,5 +167,5 @@ ON_GPU = [(16, 16, 16), (63, 64, 64), (1000, 128, 128), (200, 100, 60)]
 def test_the_kernel_is_pytorchs_solution_on_a_gpu(T, K, V, dtype):
     K = min(K, 64) if dtype == torch.float32 else K
     B = max(2, 512 // T)  # of a few tokens the error is a throw of dice
-    x = drawn(B=B, T=T, K=K, V=V, N=0, dtype=dtype, device="cuda")
+    x = mesa_inputs(B=B, T=T, K=K, V=V, N=0, dtype=dtype, device="cuda")
     judge(x, 1e-4 if dtype == torch.float32 else HALF)

@@ -16,7 +16,7 @@ from fastweights.checks import relative_error
 RUNS = ["triton forward"] * 2 + ["triton backward"] * 2
 
 
-def tokens(dtype, device, T, K):
+def normaliser_inputs(dtype, device, T, K):
     """Two value heads to a key head, and every kind of gate."""
     generator = torch.Generator().manual_seed(1)
     x = {
@@ -66,13 +66,13 @@ def judge(function, x, state, budget, **options):
 def mlstm(dtype, device, T, K, budget, **options):
     offsets = torch.tensor([0, T // 2, T // 2, T], device=device)
     state = torch.randn(3, 2, K, K + 1, device=device)
-    x = tokens(dtype, device, T, K)
+    x = normaliser_inputs(dtype, device, T, K)
     judge(fw.mlstm, x, state, budget, cu_seqlens=offsets, **options)
 
 
 def normalised(dtype, device, T, K, budget, **options):
     state = torch.rand(1, 2, K, K + 1, device=device)
-    x = tokens(dtype, device, T, K)
+    x = normaliser_inputs(dtype, device, T, K)
     x = {name: x[name] for name in "qkv"} | {"q": x["q"].abs()}
     options |= {"feature_map": feature_maps.relu, "normalize": True}
     judge(fw.linear_attention, x, state, budget, **options)

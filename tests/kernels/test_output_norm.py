@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.graphs import in_one_graph
 from support.inputs import same
-from support.norm_inputs import heads, results
+from support.norm_inputs import norm_inputs, norm_results
 from support.operator_cases import OpChecks
 
 from fastweights import ops
@@ -15,13 +15,13 @@ from fastweights.ops.output_norm import gated_rms_norm
 def judge(x, tolerance=1e-6, **options):
     """y and every gradient, against PyTorch in fp64."""
     with ops.record_backends() as ran:
-        found = results(gated_rms_norm, x, backend="triton", **options)
+        found = norm_results(gated_rms_norm, x, backend="triton", **options)
     assert ran == ["triton forward", "triton backward"]
     assert found["y"].dtype == x["o"].dtype
     for name, t in x.items():
         assert found[f"d{name}"].dtype == t.dtype, name
     exact = {name: t.double() for name, t in x.items()}
-    same(found, results(gated_rms_norm, exact, **options), tolerance)
+    same(found, norm_results(gated_rms_norm, exact, **options), tolerance)
     return found
 
 
@@ -48,7 +48,7 @@ def test_rows_that_fill_no_tile(HV, V, activation, groups):
     An eps of the size of the squares, so that its place shows.
     """
     gate = activation is not None
-    x = heads(
+    x = norm_inputs(
         B=1, T=37, HV=HV, V=V, groups=groups, gate=gate, dtype=torch.float32
     )
     judge(x, activation=activation, eps=0.5)
@@ -56,27 +56,27 @@ def test_rows_that_fill_no_tile(HV, V, activation, groups):
 
 @pytest.mark.parametrize("V", [128, 4100])
 def test_tiles_as_they_ship(V):
-    judge(heads(B=1, T=9, HV=2, V=V, dtype=torch.float32))
+    judge(norm_inputs(B=1, T=9, HV=2, V=V, dtype=torch.float32))
 
 
 @pytest.mark.usefixtures("few")
 def test_more_groups_than_programs():
-    judge(heads(B=1, T=9, HV=6, V=8, groups=True, dtype=torch.float32))
+    judge(norm_inputs(B=1, T=9, HV=6, V=8, groups=True, dtype=torch.float32))
 
 
 @pytest.mark.usefixtures("few")
 def test_half_precision_sums_its_gradients_in_fp32():
     kind = {"dtype": torch.float16, "single": torch.float32}
-    found = judge(heads(V=32, **kind), 4e-4)
-    x = {name: t.double() for name, t in heads(V=32, **kind).items()}
-    ref = results(gated_rms_norm, x)
+    found = judge(norm_inputs(V=32, **kind), 4e-4)
+    x = {name: t.double() for name, t in norm_inputs(V=32, **kind).items()}
+    ref = norm_results(gated_rms_norm, x)
     same({"dw": found["dweight"]}, {"dw": ref["dweight"]}, 1e-6)
 
 
 @pytest.mark.usefixtures("few")
 def test_other_layouts():
     """An o and gates that no kernel can read as they lie; an eps of 0."""
-    x = heads(V=8, dtype=torch.float32)
+    x = norm_inputs(V=8, dtype=torch.float32)
     ref = judge(x, eps=0.0)
     views = {
         "o": x["o"].mT.contiguous().mT,
@@ -88,14 +88,14 @@ def test_other_layouts():
 
 
 def test_a_slice_of_a_projection_is_not_copied():
-    gate = heads()["gate"]
+    gate = norm_inputs()["gate"]
     rows = kernels.gate_rows(gate)
     assert rows.data_ptr() == gate.data_ptr() and rows.stride() == (36, 1)
 
 
 def test_kernels_of_a_call_without_a_token():
-    found = results(
-        gated_rms_norm, heads(T=0, dtype=torch.float32), backend="triton"
+    found = norm_results(
+        gated_rms_norm, norm_inputs(T=0, dtype=torch.float32), backend="triton"
     )
     assert found["y"].shape == (2, 0, 12) and not found["dweight"].any()
 
@@ -104,11 +104,11 @@ def test_kernels_of_a_call_without_a_token():
 @pytest.mark.parametrize("gate", [True, False])
 def test_the_operators_in_torchs_own_checks_and_compiled(gate):
     """opcheck's schema and shapes, and in one compiled graph."""
-    x = heads(gate=gate, dtype=torch.float32)
+    x = norm_inputs(gate=gate, dtype=torch.float32)
     with OpChecks():
-        want = results(gated_rms_norm, x, backend="triton")
+        want = norm_results(gated_rms_norm, x, backend="triton")
     with ops.record_backends() as ran, in_one_graph(gated_rms_norm) as run:
-        found = results(run, x, backend="triton")
+        found = norm_results(run, x, backend="triton")
     assert ran == ["triton forward", "triton backward"]
     same(found, want, 0.0)
 
@@ -129,7 +129,7 @@ def test_the_kernels_on_a_gpu_give_the_same_bits_twice(
     """And twice the same bits."""
     kind = {"dtype": dtype, "single": torch.float32, "device": "cuda"}
     gate = activation is not None
-    x = heads(B=1, T=4097, HV=2, V=V, groups=groups, gate=gate, **kind)
+    x = norm_inputs(B=1, T=4097, HV=2, V=V, groups=groups, gate=gate, **kind)
     first = judge(x, BUDGETS[dtype], activation=activation)
-    again = results(gated_rms_norm, x, activation=activation)
+    again = norm_results(gated_rms_norm, x, activation=activation)
     same(again, first, 0.0)

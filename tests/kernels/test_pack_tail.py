@@ -11,8 +11,8 @@ from fastweights.kernels.tail import clear_tail
     ("name", "segments"),
     [*((name, 1) for name in OPERATORS), ("gated_deltanet", 2), ("kda", 2)],
 )
-def test_they_leave_it_at_zero(name, segments, cut):
-    cut(segments)
+def test_they_leave_it_at_zero(name, segments, set_segments):
+    set_segments(segments)
     check_tail(
         name,
         [0, 5, 5, 70],

@@ -12,7 +12,7 @@ from support.graphs import in_one_graph
 from support.inputs import GATES, RULES, member_inputs, results
 from support.kernel_judge import DEVICES, on_devices
 from support.pairwise import crossed
-from support.recurrence_judge import budget_of, cast, judge, some
+from support.recurrence_judge import budget_of, cast, chosen_members, judge
 
 import fastweights as fw
 from fastweights.arguments import RecurrenceOperands, RecurrenceOptions
@@ -122,7 +122,7 @@ def test_lengths_that_are_symbols(monkeypatch):
     lengths_of.cache_clear()
 
 
-@some("channel additive", "channel delta")
+@chosen_members("channel additive", "channel delta")
 def test_one_channel(gate, rule):
     """Its gate is one per head, and has a gradient of its own shape."""
     x = cast(member_inputs(gate, rule, T=20, K=1, V=5), torch.float32)

@@ -66,12 +66,12 @@ def test_correlated_keys(gate, keys, device, dtype):
 
 @pytest.mark.parametrize("gate", GATES)
 @on_devices(cpu=["float32"], cuda=["float16", "bfloat16"])
-def test_keys_of_uneven_length(gate, device, dtype, matmul_precision):
+def test_keys_of_uneven_length(gate, device, dtype, set_matmul_precision):
     """Steps beta |k|^2 below 1, by keys of length 1 and longest in turns.
 
     The inverse has products of the long keys in it, which fp16 may not.
     """
-    matmul_precision("medium")
+    set_matmul_precision("medium")
     T, D, longest = 150, 64, 300.0 if dtype == torch.float16 else 1000.0
     x = member_inputs(gate, "delta", T=T, K=D, V=D, strength=-0.03)
     length = torch.where(torch.arange(T) % 2 == 0, 1.0, longest)[:, None]
@@ -81,9 +81,9 @@ def test_keys_of_uneven_length(gate, device, dtype, matmul_precision):
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_identical_keys_and_a_negative_rate(gate, matmul_precision):
+def test_identical_keys_and_a_negative_rate(gate, set_matmul_precision):
     """The rule grows then, beyond what the inverse in fp16 has room for."""
-    matmul_precision("medium")
+    set_matmul_precision("medium")
     x = correlated_keys(gate, beta=-0.6, cosine=1.0, T=64)
     judge(cast(x, torch.float32), HALF)
 
@@ -101,9 +101,9 @@ def test_keys_that_erase_nothing_or_all(gate, device, dtype):
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_keys_with_which_a_state_grows(gate, matmul_precision):
+def test_keys_with_which_a_state_grows(gate, set_matmul_precision):
     """By 1.618 per token: beyond what the inverse in fp16 has room for."""
-    matmul_precision("medium")
+    set_matmul_precision("medium")
     x = member_inputs(
         gate, "erase", T=64, H=1, HV=1, K=64, V=64, strength=-1e-3
     )

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from support.inputs import GATES, RULES, member_inputs
 from support.kernel_judge import HALF, PRODUCTS, needs_memory
 from support.recurrence_judge import (
-    ALL,
+    EACH_MEMBER,
     budget_of,
     cast,
     correlated_keys,
     judge,
     judge_amplified,
-    run,
+    kernel_results,
 )
 
 import fastweights as fw
@@ -22,15 +22,15 @@ from fastweights.checks import relative_error
 
 
 @pytest.mark.gpu
-@ALL
+@EACH_MEMBER
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize(
     "dtype, precision, tol", PRODUCTS.values(), ids=PRODUCTS
 )
 def test_products_on_gpu(
-    gate, rule, D, dtype, precision, tol, matmul_precision, record_property
+    gate, rule, D, dtype, precision, tol, set_matmul_precision, record_property
 ):
-    matmul_precision(precision)
+    set_matmul_precision(precision)
     x = member_inputs(gate, rule, B=2, T=1000, H=2, HV=4, K=D, V=D)
     label = f"{dtype} {precision} D{D}, {gate} {rule}"
     budget = HALF if dtype != torch.float32 or precision == "high" else tol
@@ -50,14 +50,14 @@ def test_identical_keys_and_a_negative_rate_on_gpu(gate):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("K, V", [(20, 12), (100, 33), (256, 40)])
-def test_segments_of_other_head_sizes_on_gpu(K, V, cut):
-    cut(5)
+def test_segments_of_other_head_sizes_on_gpu(K, V, set_segments):
+    set_segments(5)
     x = member_inputs("none", "delta", T=1000, H=1, HV=2, K=K, V=V)
     judge(cast(x, torch.float32, "cuda"), budget_of(torch.float32))
 
 
 @pytest.mark.gpu
-@ALL
+@EACH_MEMBER
 @pytest.mark.parametrize("shape", [(1, 40, 1, 1), (16, 500, 4, 16)], ids=str)
 def test_runs_are_bitwise_equal(gate, rule, shape):
     """Fifty: a race that rarely shows would hide in two.
@@ -68,9 +68,9 @@ def test_runs_are_bitwise_equal(gate, rule, shape):
     B, T, H, HV = shape
     x = member_inputs(gate, rule, B=B, T=T, H=H, HV=HV, K=128, V=128)
     x = cast(x, torch.bfloat16, "cuda")
-    first = run(x)
+    first = kernel_results(x)
     for _ in range(50):
-        for name, again in run(x).items():
+        for name, again in kernel_results(x).items():
             assert torch.equal(first[name], again), name
 
 
@@ -216,7 +216,7 @@ def test_no_host_sync(dtype):
 
 
 @pytest.mark.gpu
-@ALL
+@EACH_MEMBER
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_captured_call_runs_again(gate, rule, dtype):
     """Forward and backward, captured once, replayed on new values."""

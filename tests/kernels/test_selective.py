@@ -7,7 +7,7 @@ import torch
 from support.inputs import results, same
 from support.kernel_judge import needs_memory
 from support.pairwise import pairs
-from support.scan_inputs import tokens
+from support.scan_inputs import scan_inputs
 
 import fastweights as fw
 from fastweights import ops
@@ -71,7 +71,7 @@ def test_the_kernels_are_the_loop(
     if packed:
         sizes, given["cu_seqlens"] = {"batch": 1, "T": 10, "S": 6}, PACK
     sizes |= {"D": D, "N": N, "G": G, "strength": strength}
-    x = tokens(**sizes, own=own, dtype=dtype)
+    x = scan_inputs(**sizes, own=own, dtype=dtype)
     judge({k: t for k, t in x.items() if k not in without}, **given)
 
 
@@ -79,7 +79,7 @@ def test_the_kernels_are_the_loop(
 def test_offsets_that_are_none_stay_within_the_tokens(monkeypatch):
     """On a GPU no host reads them: wrong numbers, but no other memory."""
     monkeypatch.setattr(selective, "check_offsets_on_host", lambda *_: None)
-    x = tokens(batch=1, T=6, D=2, N=1, S=3, dtype=torch.float32)
+    x = scan_inputs(batch=1, T=6, D=2, N=1, S=3, dtype=torch.float32)
     found, ref = (
         results(fw.selective_scan, x, backend="triton", cu_seqlens=offsets)
         for offsets in torch.tensor([[-2, 8, 9, 7], [0, 6, 6, 6]])
@@ -90,7 +90,7 @@ def test_offsets_that_are_none_stay_within_the_tokens(monkeypatch):
 @pytest.mark.usefixtures("small_tiles")
 def test_the_gate_is_taken_in_single_precision():
     """Of x in fp16 too: what is fp32 has gradients as in fp32."""
-    x = tokens(T=9, D=4, N=3, own=True, dtype=torch.float16)
+    x = scan_inputs(T=9, D=4, N=3, own=True, dtype=torch.float16)
     x["z"] = x["z"].float()
     found = results(fw.selective_scan, x, dt_softplus=True, backend="triton")
     exact = {name: t.double() for name, t in x.items()}
@@ -104,18 +104,18 @@ def test_the_gate_is_taken_in_single_precision():
     "T, D, N", [(17, 17, 16), (65, 3, 1), (33, 2, 5), (9, 9, 64)]
 )
 def test_tiles_as_they_ship(T, D, N):
-    judge(tokens(batch=1, T=T, D=D, N=N, dtype=torch.float32))
+    judge(scan_inputs(batch=1, T=T, D=D, N=N, dtype=torch.float32))
 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_narrow_steps_and_decays():
-    x = tokens(T=9, dtype=torch.float16)
+    x = scan_inputs(T=9, dtype=torch.float16)
     judge(x | {name: x[name].half() for name in ("dt", "A", "D")})
 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_states_are_kept_for_a_backward_only():
-    x = tokens(T=9, dtype=torch.float32)
+    x = scan_inputs(T=9, dtype=torch.float32)
     y, *_ = first = fw.selective_scan(**x, backend="triton")
     assert not y.requires_grad
     grouped = {name: x[name][:, :, None] for name in ("B", "C")}
@@ -140,7 +140,7 @@ def test_states_are_kept_for_a_backward_only():
 def test_loop_on_gpu(size, dtype, use, strength):
     T, D, N = size
     options = {"dtype": dtype, "strength": strength, "device": "cuda"}
-    judge(tokens(T=T, D=D, N=N, **options), use=use)
+    judge(scan_inputs(T=T, D=D, N=N, **options), use=use)
 
 
 @pytest.mark.gpu

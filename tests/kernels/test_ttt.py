@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.graphs import in_one_graph
 from support.inputs import same
-from support.kernel_judge import DEVICES, on_devices, state_results
+from support.kernel_judge import DEVICES, deep_results, on_devices
 from support.operator_cases import OpChecks
 
 from fastweights import ops
@@ -17,7 +17,7 @@ HALF |= {f"d{name}": 1e-2 for name in ("q", "k", "v", "W", "b")}
 HALF |= {f"d{name}": 1e-2 for name in ("weight", "bias", "initial_state")}
 
 
-def drawn(
+def ttt_inputs(
     *, B=2, T, H=2, K, C, dtype=torch.float32, device="cpu", initial=True
 ):
     """Keys of unit length, rates as the layer has them at most, step_scale."""
@@ -47,14 +47,14 @@ def call(x, backend):
 
 def judge(x, use="both", tolerance=None):
     with ops.record_backends() as ran:
-        found = state_results(call, x, "triton", use)
+        found = deep_results(call, x, "triton", use)
     assert ran == TRITON
     for name, t in x.items():
         assert found[f"d{name}"].dtype == t.dtype, name
     assert found["o"].dtype == x["q"].dtype
     exact = {name: t.double() for name, t in x.items()}
     with ops.record_backends() as ran:
-        want = state_results(call, exact, "torch", use)
+        want = deep_results(call, exact, "torch", use)
     assert not ran
     single = x["q"].dtype == torch.float32
     same(found, want, tolerance or (1e-5 if single else HALF))
@@ -71,7 +71,7 @@ def judge(x, use="both", tolerance=None):
 )
 def test_the_kernels_are_pytorchs_mini_batches(T, K, C, dtype):
     """A mini-batch that fills its tile and ones that do not, and a rest."""
-    judge(drawn(T=T, K=K, C=C, dtype=dtype))
+    judge(ttt_inputs(T=T, K=K, C=C, dtype=dtype))
 
 
 @on_devices(cpu=["float32"], cuda=["float16", "bfloat16"])
@@ -79,7 +79,7 @@ def test_weights_of_a_layer_at_its_start(device, dtype):
     """So small that LN's slope is large: what a rounding leaves would grow."""
     T, K = (128 if device == "cpu" else 2048), 64
     where = {"dtype": dtype, "device": device, "initial": False}
-    x = drawn(B=1, T=T, K=K, C=16, **where)
+    x = ttt_inputs(B=1, T=T, K=K, C=16, **where)
     x["W"] *= 0.02 * K**0.5
     x["v"] /= K**0.5
     x["b"], x["bias"] = 0 * x["b"], 0 * x["bias"]
@@ -91,31 +91,31 @@ def test_weights_of_a_layer_at_its_start(device, dtype):
 @pytest.mark.parametrize("use", ["o", "state"])
 def test_one_result_from_nothing_learned(use):
     """The state is a difference of weights, and so is its gradient."""
-    judge(drawn(T=8, K=8, C=4, initial=False), use=use, tolerance=1e-4)
+    judge(ttt_inputs(T=8, K=8, C=4, initial=False), use=use, tolerance=1e-4)
 
 
 def test_a_mini_batch_that_teaches_nothing():
     """A last row of 0, to which the layer clamps."""
-    x = drawn(T=8, K=8, C=4)
+    x = ttt_inputs(T=8, K=8, C=4)
     x["step_scale"][-1] = 0.0
     judge(x)
 
 
 def test_a_long_way_back():
     """100 mini-batches: the weights of the first are found from the last."""
-    judge(drawn(B=1, T=200, H=1, K=8, C=2), tolerance=1e-4)
+    judge(ttt_inputs(B=1, T=200, H=1, K=8, C=2), tolerance=1e-4)
 
 
 def test_views_that_are_not_contiguous():
-    x = drawn(T=8, K=8, C=4)
+    x = ttt_inputs(T=8, K=8, C=4)
     views = {n: t.mT.contiguous().mT for n, t in x.items() if t.dim() > 1}
     with OpChecks():
-        found = state_results(call, x | views, "triton")
-    same(found, state_results(call, x, "triton"), 0.0)
+        found = deep_results(call, x | views, "triton")
+    same(found, deep_results(call, x, "triton"), 0.0)
 
 
 def test_kept_for_a_backward_only():
-    x = drawn(T=8, K=8, C=4, initial=False)
+    x = ttt_inputs(T=8, K=8, C=4, initial=False)
     with ops.record_backends() as ran:
         o, _ = call(x, "triton")
     assert ran == TRITON[:1] and not o.requires_grad
@@ -129,23 +129,23 @@ def test_kept_for_a_backward_only():
 
 @DEVICES
 def test_in_one_compiled_graph(device):
-    backend, tolerance, x = "aot_eager", 1e-6, drawn(T=9, K=8, C=4)
+    backend, tolerance, x = "aot_eager", 1e-6, ttt_inputs(T=9, K=8, C=4)
     if device == "cuda":
-        x = drawn(T=100, K=64, C=16, device=device)
+        x = ttt_inputs(T=100, K=64, C=16, device=device)
         backend, tolerance = "inductor", 1e-5
     with ops.record_backends() as ran, in_one_graph(call, backend) as run:
-        found = state_results(run, x, "triton")
+        found = deep_results(run, x, "triton")
     assert ran == TRITON
-    same(found, state_results(call, x, "triton"), tolerance)
+    same(found, deep_results(call, x, "triton"), tolerance)
 
 
 def test_what_the_kernel_does_not_take():
-    x = drawn(T=8, K=8, C=4)
+    x = ttt_inputs(T=8, K=8, C=4)
     message = "backend: got 'triton', which needs one layer, heads of at most"
     with pytest.raises(ValueError, match=message):
-        call(drawn(B=1, T=1, H=1, K=65, C=4), "triton")
+        call(ttt_inputs(B=1, T=1, H=1, K=65, C=4), "triton")
     with pytest.raises(ValueError, match=message):
-        call(drawn(T=1, K=4, C=17), "triton")
+        call(ttt_inputs(T=1, K=4, C=17), "triton")
     two = 2 * [(x["W"], x["b"])]
     tokens = (x[name] for name in ("q", "k", "v", "rate"))
     with pytest.raises(ValueError, match=message):
@@ -194,12 +194,12 @@ ON_GPU += [(99, 100, 7), (260, 64, 1)]
 @pytest.mark.parametrize("T, K, C", ON_GPU)
 def test_the_kernels_are_pytorchs_mini_batches_on_a_gpu(T, K, C, dtype):
     K = min(K, 64) if dtype == torch.float32 else K
-    judge(drawn(T=T, K=K, C=C, dtype=dtype, device="cuda"))
+    judge(ttt_inputs(T=T, K=K, C=C, dtype=dtype, device="cuda"))
 
 
 @pytest.mark.gpu
 def test_deterministic_on_gpu():
-    x = drawn(B=4, T=500, H=8, K=64, C=16, dtype=torch.bfloat16)
+    x = ttt_inputs(B=4, T=500, H=8, K=64, C=16, dtype=torch.bfloat16)
     x = {name: t.cuda() for name, t in x.items()}
-    first, second = (state_results(call, x, "triton") for _ in range(2))
+    first, second = (deep_results(call, x, "triton") for _ in range(2))
     same(second, first, 0.0)

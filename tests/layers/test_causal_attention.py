@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from support.layer_cases import made, tokens
+from support.layer_cases import hidden, make_layer
 from support.pairwise import crossed
 from torch.nn.attention import varlen
 
@@ -91,7 +91,7 @@ def test_memory_grows_with_the_tokens(monkeypatch):
 def test_tiles_compile_whole(name, backend, monkeypatch):
     monkeypatch.setattr(causal_attention, "TILE", 8)
     torch._dynamo.reset()
-    layer, x = made(name), tokens(1, T)
+    layer, x = make_layer(name), hidden(1, T)
     results = []
     for call in (layer, torch.compile(layer, fullgraph=True, backend=backend)):
         y, state = call(x, cu_seqlens=OFFSETS)

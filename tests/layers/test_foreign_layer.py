@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.layer_cases import contents, tokens
+from support.layer_cases import contents, hidden
 
 from fastweights.layers import GatedDeltaNet, Layer, LayerState
 from fastweights.models import LAYERS, LanguageModel, ModelConfig
@@ -41,7 +41,7 @@ def layer(request):
 
 @pytest.mark.parametrize("gradients", [False, True])
 def test_it_goes_on_from_its_state(layer, gradients):
-    x = tokens(2, 9)
+    x = hidden(2, 9)
     with torch.set_grad_enabled(gradients):
         y_ref, state_ref = layer(x)
         y, state = layer(x[:, :4])
@@ -53,7 +53,7 @@ def test_it_goes_on_from_its_state(layer, gradients):
 
 def test_it_knows_the_bytes_of_its_state(layer):
     with torch.no_grad():
-        _, state = layer(tokens(1, 9))
+        _, state = layer(hidden(1, 9))
     assert layer.state_bytes(9) == layer.state_bytes(5000) == state.nbytes
     assert made_by == [type(layer)]
 
@@ -81,7 +81,7 @@ def test_in_a_model(monkeypatch):
 @pytest.mark.parametrize("make", [lambda: Sum(8), lambda: TwoHeads(8)])
 def test_a_state_for_two_branches_is_cloned(make):
     """In place without gradients, so that the clone alone is left."""
-    layer, x = make(), tokens(2, 20)
+    layer, x = make(), hidden(2, 20)
     with torch.no_grad():
         _, state = layer(x[:, :10])
         y_ref, _ = layer(x[:, 10:], state.clone())

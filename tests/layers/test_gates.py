@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support.layer_cases import CASES, tokens
+from support.layer_cases import LAYER_CASES, hidden
 
 from fastweights.checks import relative_error
 from fastweights.layers import (
@@ -107,7 +107,7 @@ def test_other_starts():
     taps = ShortConvolution(1000, 4, bias=True)
     for x in (taps.weight, taps.bias):
         assert 0.49 < x.abs().max() <= 0.5
-    for make in CASES.values():
+    for make in LAYER_CASES.values():
         for name, p in make().named_parameters():
             if "norm" in name:
                 assert (p == (0 if name.endswith("bias") else 1)).all(), name
@@ -135,10 +135,10 @@ def test_sizes_as_published():
     assert abs(size(MLSTM(D, 4, **meta)) / (4 * D**2) - 1) < 0.01
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYER_CASES)
 def test_weight_decay_spares_gates_norms_and_biases(name):
     """In a copy of the model too, and each parameter is in one group."""
-    model = torch.nn.Sequential(copy.deepcopy(CASES[name]()))
+    model = torch.nn.Sequential(copy.deepcopy(LAYER_CASES[name]()))
     frozen = model[0].o_proj.weight.requires_grad_(False)
     names = {id(p): key for key, p in model.named_parameters()}
     decayed, spared = (
@@ -163,7 +163,7 @@ def test_weight_decay_spares_gates_norms_and_biases(name):
     torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-3)
     groups = parameter_groups(model, 0.1)
     assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
-    marked = dict(CASES[name]().named_parameters(prefix="0"))
+    marked = dict(LAYER_CASES[name]().named_parameters(prefix="0"))
     marked = {k for k, p in marked.items() if hasattr(p, "_no_weight_decay")}
     assert marked == spared
 
@@ -187,10 +187,12 @@ def test_a_and_dt_start_no_smaller_than_a_bound():
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYER_CASES)
 def test_each_module_draws_its_own_parameters(name):
     """As FSDP does with a layer on meta, a module at a time."""
-    layer = CASES[name](device=torch.device("meta")).to_empty(device="cpu")
+    layer = LAYER_CASES[name](device=torch.device("meta")).to_empty(
+        device="cpu"
+    )
     for p in layer.parameters():
         torch.nn.init.constant_(p, float("nan"))
     for module in layer.modules():
@@ -199,9 +201,9 @@ def test_each_module_draws_its_own_parameters(name):
     assert all(p.isfinite().all() for p in layer.parameters())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYER_CASES)
 def test_a_layer_tells_the_size_of_its_state(name):
-    layer = CASES[name]()
+    layer = LAYER_CASES[name]()
     for T in (1, 7):
         with torch.no_grad():
             _, state = layer(torch.randn(1, T, 8))
@@ -295,7 +297,7 @@ def test_lightning_as_transformers_and_as_minimax():
     """At a power of two they agree; else transformers has other slopes."""
     for heads, same in ((4, True), (3, False)):
         layer = LightningAttention(8, heads, 2, layer=1, num_layers=4).double()
-        x = tokens(1, 5, dtype=torch.float64)
+        x = hidden(1, 5, dtype=torch.float64)
         y, _ = layer(x)
         slopes = 2 ** (-8 * torch.arange(1.0, heads + 1).double() / heads)
         slopes = slopes * (1 - 1 / (3 + 1e-5) + 1e-5)
@@ -311,9 +313,9 @@ def test_lightning_as_transformers_and_as_minimax():
         assert (relative_error(y, want) < 1e-4) == same
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYER_CASES)
 def test_made_on_a_device_in_a_dtype(name):
-    for p in CASES[name](dtype=torch.bfloat16).parameters():
+    for p in LAYER_CASES[name](dtype=torch.bfloat16).parameters():
         assert p.dtype == torch.bfloat16 and p.isfinite().all()
-    for p in CASES[name](device=torch.device("meta")).parameters():
+    for p in LAYER_CASES[name](device=torch.device("meta")).parameters():
         assert p.is_meta

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from support.layer_cases import CASES, made, tokens
+from support.layer_cases import LAYER_CASES, hidden, make_layer
 from support.refused import refused
 from torch import zeros
 
@@ -133,7 +133,7 @@ Mamba2(64, dt_range=(0.1,))
 """
 
 
-LAYERS = [*dict.fromkeys(type(make()) for make in CASES.values())]
+LAYERS = [*dict.fromkeys(type(make()) for make in LAYER_CASES.values())]
 
 
 WRONG = {
@@ -228,9 +228,9 @@ def test_what_is_refused(wrong, error):
         eval(wrong, vars(layers) | globals())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYER_CASES)
 def test_inputs(name):
-    layer, x, ends = made(name), tokens(2, 3), torch.tensor([0, 3])
+    layer, x, ends = make_layer(name), hidden(2, 3), torch.tensor([0, 3])
     for wrong, got in (
         (x[0], "x: got shape [3, 8]"),
         (x[..., :5], "x: got shape [2, 3, 5]"),
@@ -253,10 +253,10 @@ def test_inputs(name):
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYER_CASES)
 def test_offsets_that_are_none(name, gradients):
     """Read on the host by every layer, before anything is computed."""
-    layer, x = made(name), tokens(1, 9)
+    layer, x = make_layer(name), hidden(1, 9)
     with torch.set_grad_enabled(gradients):
         for values in ([0, 5, 3, 9], [1, 9], [0, 10], [-1, 9]):
             with pytest.raises(

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from support.layer_cases import CASES, contents, made, tokens
+from support.layer_cases import LAYER_CASES, contents, hidden, make_layer
 from support.pairwise import crossed
 
 from fastweights.checks import relative_error
@@ -55,9 +55,9 @@ def alone(layer, x, lengths, states=None):
     return torch.cat(outputs, 1), after
 
 
-@crossed(name=list(CASES), pieces=PIECES, gradients=[False, True])
+@crossed(name=list(LAYER_CASES), pieces=PIECES, gradients=[False, True])
 def test_in_pieces_as_at_once(name, pieces, gradients):
-    layer, x = made(name), tokens(2, T)
+    layer, x = make_layer(name), hidden(2, T)
     with torch.set_grad_enabled(gradients):
         want, want_state = layer(x)
         state, outputs = None, []
@@ -68,9 +68,9 @@ def test_in_pieces_as_at_once(name, pieces, gradients):
     same_state(state, want_state)
 
 
-@crossed(name=list(CASES), gradients=[False, True])
+@crossed(name=list(LAYER_CASES), gradients=[False, True])
 def test_packed_as_alone(name, gradients):
-    layer, x = made(name), tokens(1, sum(LENGTHS))
+    layer, x = make_layer(name), hidden(1, sum(LENGTHS))
     with torch.set_grad_enabled(gradients):
         want, states = alone(layer, x, LENGTHS)
         y, state = layer(x, cu_seqlens=offsets(LENGTHS))
@@ -88,12 +88,14 @@ def test_packed_as_alone(name, gradients):
             assert (empty == nothing).all(), key
 
 
-@crossed(name=list(CASES), then=["packed", "rows"], gradients=[False, True])
+@crossed(
+    name=list(LAYER_CASES), then=["packed", "rows"], gradients=[False, True]
+)
 def test_packed_and_continued(name, then, gradients):
     """The empty sequence gets tokens now, and another gets none."""
-    layer, x = made(name), tokens(1, sum(LENGTHS))
+    layer, x = make_layer(name), hidden(1, sum(LENGTHS))
     lengths = [0, 2, 6, 1, 20] if then == "packed" else [4] * len(LENGTHS)
-    more = tokens(1, sum(lengths), seed=1)
+    more = hidden(1, sum(lengths), seed=1)
     with torch.no_grad():
         _, states = alone(layer, x, LENGTHS)
         _, state = layer(x, cu_seqlens=offsets(LENGTHS))
@@ -109,17 +111,19 @@ def test_packed_and_continued(name, then, gradients):
         same_state(state.select(torch.tensor([n])), one)
 
 
-@crossed(name=list(CASES), before=[False, True], where=["input", "gradient"])
+@crossed(
+    name=list(LAYER_CASES), before=[False, True], where=["input", "gradient"]
+)
 def test_a_nan_stays_in_its_document(name, before, where):
     """In outputs and gradients, on the way in and on the way back."""
-    layer, x = made(name), tokens(1, sum(LENGTHS)).requires_grad_()
-    state = layer(tokens(len(LENGTHS), 3))[1].detach() if before else None
+    layer, x = make_layer(name), hidden(1, sum(LENGTHS)).requires_grad_()
+    state = layer(hidden(len(LENGTHS), 3))[1].detach() if before else None
     inside = torch.arange(sum(LENGTHS)) // 6 == 1  # of the longest, 18
     found = []
     for bad in (torch.zeros_like(inside), inside):
         z = x.masked_fill(bad[:, None] & (where == "input"), torch.nan)
         y, _ = layer(z, state, offsets(LENGTHS))
-        dy = tokens(1, sum(LENGTHS), seed=1)
+        dy = hidden(1, sum(LENGTHS), seed=1)
         dy = dy.masked_fill(bad[:, None] & (where == "gradient"), torch.nan)
         found.append((y, *torch.autograd.grad(y, x, dy)))
     place = torch.arange(sum(LENGTHS))
@@ -130,17 +134,17 @@ def test_a_nan_stays_in_its_document(name, before, where):
 
 
 def test_ends_in_other_types_of_offsets():
-    layer, x = made("gated-deltanet"), tokens(1, 9)
+    layer, x = make_layer("gated-deltanet"), hidden(1, 9)
     for dtype in (torch.int32, torch.int64):
         layer(x, cu_seqlens=torch.tensor([0, 4, 9], dtype=dtype))
 
 
 def derivative(name, fast):
     """Of two calls, by x, every parameter and the state between them."""
-    layer = made(name, torch.float64)
+    layer = make_layer(name, torch.float64)
     names, parameters = zip(*layer.named_parameters(), strict=True)
-    x = tokens(2, 3, dtype=torch.float64)
-    more = tokens(2, 2, seed=1, dtype=torch.float64)
+    x = hidden(2, 3, dtype=torch.float64)
+    more = hidden(2, 2, seed=1, dtype=torch.float64)
     _, state = layer(x)
     fields = [k for k, t in state.tensors().items() if t.is_floating_point()]
     if name == "mlstm":
@@ -168,35 +172,35 @@ def derivative(name, fast):
     return torch.autograd.gradcheck(both, inputs, fast_mode=fast)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYER_CASES)
 def test_gradients(name):
     assert derivative(name, fast=True)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYER_CASES)
 def test_gradients_entry_by_entry(name):
     assert derivative(name, fast=False)
 
 
 def test_every_parameter_is_used():
-    for name in CASES:
-        layer = made(name)
-        layer(tokens(2, T))[0].square().sum().backward()
+    for name in LAYER_CASES:
+        layer = make_layer(name)
+        layer(hidden(2, T))[0].square().sum().backward()
         for key, p in layer.named_parameters():
             assert p.grad is not None and p.grad.abs().sum() > 0, (name, key)
 
 
 # Newton-Schulz makes singular values of 1 of those that are small, and so of
 # what rounding to half precision leaves in them: 10 % of y at these sizes.
-HALF = [name for name in CASES if name != "lact-muon"]
+HALF = [name for name in LAYER_CASES if name != "lact-muon"]
 
 
 @pytest.mark.parametrize("name", HALF)
 @pytest.mark.parametrize("how", ["autocast", "bfloat16"])
 def test_in_half_precision(name, how):
     """At once, and token by token with a state whose sums are fp32."""
-    layer, x = made(name), tokens(2, 30)
+    layer, x = make_layer(name), hidden(2, 30)
     if how == "bfloat16":
         layer, x = layer.bfloat16(), x.bfloat16()
     want, _ = copy.deepcopy(layer).float()(x.float())
@@ -221,7 +225,7 @@ def test_in_half_precision(name, how):
 COMPILED = ["gated-deltanet", "mlstm", "softmax-options"]
 SELDOM_COMPILED = [
     pytest.param(name, marks=pytest.mark.full)
-    for name in CASES
+    for name in LAYER_CASES
     if name not in COMPILED
 ]
 
@@ -230,8 +234,8 @@ SELDOM_COMPILED = [
 def test_compiled(name):
     """Training, then steps in place: one graph each, and the same numbers."""
     torch._dynamo.reset()
-    layer = made(name, torch.float64)
-    x = tokens(2, 24, dtype=torch.float64)
+    layer = make_layer(name, torch.float64)
+    x = hidden(2, 24, dtype=torch.float64)
     run = torch.compile(layer, fullgraph=True, backend="aot_eager")
     results = []
     for call in (layer, run):
@@ -250,7 +254,7 @@ def test_compiled(name):
         other = state.clone()
         places = {k: t.data_ptr() for k, t in other.tensors().items()}
         for n in range(3):
-            new = tokens(2, 1, seed=n, dtype=torch.float64)
+            new = hidden(2, 1, seed=n, dtype=torch.float64)
             want, _ = layer(new, state)
             y, after = run(new, other)
             agree(y, want)

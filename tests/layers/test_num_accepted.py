@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.layer_cases import CASES, contents, made, tokens
+from support.layer_cases import LAYER_CASES, contents, hidden, make_layer
 from support.refused import refused
 
 from fastweights.layers import GatedDeltaNet, LayerState, Mamba
@@ -26,9 +26,9 @@ def taken_in(layer, x, state, num_accepted):
 
 @torch.no_grad()
 @pytest.mark.parametrize("first", [1, 5])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYER_CASES)
 def test_the_state_takes_in_what_is_accepted(name, first):
-    layer, x = made(name, torch.float64), tokens(3, first + 6)
+    layer, x = make_layer(name, torch.float64), hidden(3, first + 6)
     x = x.double()
     state = layer(x[:, :first])[1]
     y_ref, states = taken_in(layer, x[:, first:], state, ACCEPTED)
@@ -42,11 +42,11 @@ def test_the_state_takes_in_what_is_accepted(name, first):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYER_CASES)
 def test_in_rows_of_a_pool(name):
     """The others stay as they are."""
-    layer, rows = made(name, torch.float64), torch.tensor([3, 0, 2])
-    x = tokens(4, 11).double()
+    layer, rows = make_layer(name, torch.float64), torch.tensor([3, 0, 2])
+    x = hidden(4, 11).double()
     pool = layer(x[:, :5])[1]
     if pool.keys is not None:  # pools do not grow
         room = layer.new_state(4, 16)
@@ -72,7 +72,7 @@ class Last(Layer):
 
     def __init__(self, device=None, dtype=None):
         super().__init__()
-        self.dim = tokens(1, 1).shape[-1]
+        self.dim = hidden(1, 1).shape[-1]
         self.o_proj = torch.nn.Identity()
 
     def compute(self, x, state, cu_seqlens):
@@ -84,7 +84,7 @@ class Last(Layer):
 
 @torch.no_grad()
 def test_a_layer_of_ones_own():
-    layer, x = Last(), tokens(3, 6)
+    layer, x = Last(), hidden(3, 6)
     state = LayerState(S=torch.zeros(3, layer.dim), num_accepted=ACCEPTED)
     y, state = layer(x, state)
     torch.testing.assert_close(y, x.cumsum(1))

@@ -9,9 +9,9 @@ from functools import partial
 
 import pytest
 import torch
-from support.layer_cases import CASES, made, tokens
+from support.layer_cases import LAYER_CASES, hidden, make_layer
 from support.recorded import recorded
-from support.reference_parts import turned
+from support.reference_parts import rotated
 
 from fastweights.checks import relative_error
 from fastweights.layers import (
@@ -224,7 +224,7 @@ def gla(w, x, H, K, V, *, conv=False, temperature=16):
 def retnet(w, x, H, K, V):
     q, k, v = cut(x @ w["qkv_proj.weight"].T, (H, K), (H, K), (H, V))
     for t in range(len(x)):
-        q[t], k[t] = turned(q[t], t, 1e4), turned(k[t], t, 1e4)
+        q[t], k[t] = rotated(q[t], t, 1e4), rotated(k[t], t, 1e4)
     gamma = [1 - 2.0 ** (-5 - h) for h in range(H)]
     decay = x.new_tensor(gamma).expand(len(x), H)
     return put_out(w, x, recurrence(q, k, v, decay))
@@ -300,8 +300,8 @@ def softmax(w, x, H, HK, K, *, theta=1e4, turn=1.0, per_head=True):
     if theta is not None:
         R = int(K * turn)
         for t in range(len(x)):
-            q[t, :, :R] = turned(q[t, :, :R], t, theta)
-            k[t, :, :R] = turned(k[t, :, :R], t, theta)
+            q[t, :, :R] = rotated(q[t, :, :R], t, theta)
+            k[t, :, :R] = rotated(k[t, :, :R], t, theta)
     o = torch.zeros_like(q)
     for h in range(H):
         for t in range(len(x)):
@@ -382,15 +382,15 @@ NETWORKS = (
 
 
 def test_every_case_has_its_equations():
-    there = {n for n in CASES if not n.startswith(NETWORKS)}
+    there = {n for n in LAYER_CASES if not n.startswith(NETWORKS)}
     assert EQUATIONS.keys() == there
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", EQUATIONS)
 def test_equations(name):
-    layer = made(name, torch.float64)
-    x = tokens(2, T, dtype=torch.float64)
+    layer = make_layer(name, torch.float64)
+    x = hidden(2, T, dtype=torch.float64)
     weights = dict(layer.named_parameters())
     want = torch.stack([EQUATIONS[name](weights, row) for row in x])
     assert relative_error(layer(x)[0], want) < 1e-10
@@ -404,7 +404,7 @@ def test_one_layer_for_all_is_gated_deltanet_where_that_is_asked():
         [weights.pop("a_proj.weight"), weights.pop("b_proj.weight")]
     )
     other.load_state_dict(weights)
-    x = tokens(2, T)
+    x = hidden(2, T)
     torch.testing.assert_close(one(x)[0], other(x)[0])
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.layer_cases import CASES, contents, made, tokens
+from support.layer_cases import LAYER_CASES, contents, hidden, make_layer
 from support.pairwise import crossed
 from support.refused import refused
 
@@ -15,14 +15,14 @@ from fastweights.layers import (
     TTTLinear,
 )
 
-SOFTMAX = [name for name in CASES if name.startswith("softmax")]
-OTHERS = [name for name in CASES if name not in SOFTMAX]
+SOFTMAX = [name for name in LAYER_CASES if name.startswith("softmax")]
+OTHERS = [name for name in LAYER_CASES if name not in SOFTMAX]
 
 
 @torch.no_grad()
 def after(name, *shape, seed=0):
-    layer = made(name)
-    return layer, layer(tokens(*shape, seed=seed))[1]
+    layer = make_layer(name)
+    return layer, layer(hidden(*shape, seed=seed))[1]
 
 
 def places(state):
@@ -39,16 +39,16 @@ def test_in_place_without_gradients(name, length):
     layer, state = after(name, 2, 5)
     before, where = state.clone(), places(state)
     with torch.no_grad():
-        _, found = layer(tokens(2, length), state)
+        _, found = layer(hidden(2, length), state)
     assert found is state and places(state) == where
     assert not equal(state, before)
 
 
-@crossed(name=list(CASES), length=[1, 20])
+@crossed(name=list(LAYER_CASES), length=[1, 20])
 def test_a_new_one_with_gradients(name, length):
     layer, state = after(name, 2, 5)
     before = state.clone()
-    _, found = layer(tokens(2, length), state)
+    _, found = layer(hidden(2, length), state)
     assert equal(state, before) and found is not state
     assert not set(places(found).values()) & set(places(state).values())
     assert any(t.requires_grad for t in found.tensors().values())
@@ -57,17 +57,17 @@ def test_a_new_one_with_gradients(name, length):
 
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_room_is_left_alone_with_gradients(name):
-    layer = made(name)
+    layer = make_layer(name)
     state = layer.new_state(2, 32)
     with torch.no_grad():
-        layer(tokens(2, 5), state)
+        layer(hidden(2, 5), state)
     before = state.clone().tensors()
-    y, _ = layer(tokens(2, 3), state)
+    y, _ = layer(hidden(2, 3), state)
     y.sum().backward()
     assert all(torch.equal(t, before[k]) for k, t in state.tensors().items())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYER_CASES)
 def test_moved_and_cloned(name):
     _, state = after(name, 2, 5)
     assert equal(state.to("cpu"), state)
@@ -84,11 +84,11 @@ def test_moved_and_cloned(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYER_CASES)
 def test_selected_rows_go_on(name):
     """One of them twice, as in a beam search."""
     layer, state = after(name, 3, 5)
-    x, rows = tokens(3, 2, seed=1), torch.tensor([2, 0, 2])
+    x, rows = hidden(3, 2, seed=1), torch.tensor([2, 0, 2])
     chosen = state.select(rows)
     want, _ = layer(x, state)
     y, chosen = layer(x[rows], chosen)
@@ -97,7 +97,7 @@ def test_selected_rows_go_on(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYER_CASES)
 def test_rows_copied_in(name):
     """Two of three sequences end, and others take their places."""
     _, state = after(name, 3, 5)
@@ -116,13 +116,13 @@ def test_rows_copied_in(name):
 @torch.no_grad()
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_rows_copied_into_more_room(name):
-    layer = made(name)
+    layer = make_layer(name)
     state = layer.new_state(3, 32)
-    prompts = [tokens(1, n, seed=n) for n in (4, 9, 6)]
+    prompts = [hidden(1, n, seed=n) for n in (4, 9, 6)]
     for n, prompt in enumerate(prompts):
         state.copy_(layer(prompt)[1], torch.tensor([n]))
     assert state.num_keys == 9 and state.position.tolist() == [4, 9, 6]
-    more, where = tokens(3, 2, seed=1), places(state)
+    more, where = hidden(3, 2, seed=1), places(state)
     y, _ = layer(more, state)
     assert places(state) == where
     for n, prompt in enumerate(prompts):
@@ -135,8 +135,8 @@ def test_rows_copied_into_more_room(name):
 
 @torch.no_grad()
 def test_softmax_grows():
-    layer = made("softmax")
-    x = tokens(2, 40)
+    layer = make_layer("softmax")
+    x = hidden(2, 40)
     want, _ = layer(x)
     state, outputs, sizes = None, [], []
     for part in x.split(1, 1):
@@ -150,10 +150,10 @@ def test_softmax_grows():
 
 @torch.no_grad()
 def test_softmax_stays_where_there_is_room():
-    layer = made("softmax-options")
+    layer = make_layer("softmax-options")
     state = layer.new_state(2, 40)
     assert state.nbytes == 2 * 2 * 40 * 2 * 4 * 4 + 2 * 8
-    where, x, outputs = places(state), tokens(2, 40), []
+    where, x, outputs = places(state), hidden(2, 40), []
     for part in x.split([7, 1, 20, 12], 1):
         y, found = layer(part, state)
         assert found is state and places(state) == where
@@ -168,7 +168,7 @@ def test_softmax_stays_where_there_is_room():
 @torch.no_grad()
 def test_softmax_counts_a_packs_tokens_by_sequence():
     """A row with 8 tokens goes on by one, beside a prompt of 6."""
-    layer, x = made("softmax"), tokens(1, 20)
+    layer, x = make_layer("softmax"), hidden(1, 20)
     state = layer.new_state(2, 10)
     layer(x[:, :8], state, torch.tensor([0, 8, 8]))
     where = places(state)
@@ -194,14 +194,14 @@ def test_softmax_counts_a_packs_tokens_by_sequence():
 
 @torch.no_grad()
 def test_a_state_of_another_dtype_than_the_layer():
-    layer = made("softmax")
+    layer = make_layer("softmax")
     state = layer.new_state(2, 8, dtype=torch.bfloat16)
-    y, _ = layer(tokens(2, 5), state)
+    y, _ = layer(hidden(2, 5), state)
     assert state.keys.dtype == torch.bfloat16
-    torch.testing.assert_close(y, layer(tokens(2, 5))[0], rtol=0.05, atol=0.05)
+    torch.testing.assert_close(y, layer(hidden(2, 5))[0], rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYER_CASES)
 @pytest.mark.parametrize("first", [True, False], ids=["made", "used"])
 def test_made_or_used_under_autocast(name, first):
     """In place it keeps its dtypes, and S is never narrow."""
@@ -209,7 +209,7 @@ def test_made_or_used_under_autocast(name, first):
     def mode(on):
         return torch.autocast("cpu", torch.bfloat16, enabled=on)
 
-    layer, x, more = made(name), tokens(2, 9), tokens(2, 3, seed=1)
+    layer, x, more = make_layer(name), hidden(2, 9), hidden(2, 3, seed=1)
     with torch.no_grad():
         with mode(first):
             _, state = layer(x)
@@ -225,10 +225,10 @@ def test_made_or_used_under_autocast(name, first):
     assert (again - y).norm() < 0.02 * ref.norm()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYER_CASES)
 @pytest.mark.parametrize("gradients", [False, True])
 def test_made_in_inference_mode_and_continued_outside(name, gradients):
-    layer, x, more = made(name), tokens(2, 9), tokens(2, 3, seed=1)
+    layer, x, more = make_layer(name), hidden(2, 9), hidden(2, 3, seed=1)
     with torch.no_grad():
         ref, after_ref = layer(more, layer(x)[1])
     with torch.inference_mode():
@@ -245,13 +245,13 @@ def test_made_in_inference_mode_and_continued_outside(name, gradients):
 @torch.no_grad()
 def test_rows_of_a_pool_made_in_inference_mode():
     """They cannot change, and a copy would be no pool."""
-    layer = made("gated-deltanet")
+    layer = make_layer("gated-deltanet")
     with torch.inference_mode():
-        _, state = layer(tokens(3, 5))
+        _, state = layer(hidden(3, 5))
     rows = torch.tensor([2, 0])
     with pytest.raises(ValueError, match="need one that was not, or that"):
-        layer(tokens(2, 1), state.at(rows, 5))
-    layer(tokens(2, 1), state.clone().at(rows, 5))
+        layer(hidden(2, 1), state.at(rows, 5))
+    layer(hidden(2, 1), state.clone().at(rows, 5))
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -267,27 +267,27 @@ def test_the_state_of_another_layer(gradients):
             ("mamba", "mlstm"),
             ("gla", "gla-conv"),
         ):
-            layer, (_, state) = made(name), after(other, 2, 5)
+            layer, (_, state) = make_layer(name), after(other, 2, 5)
             before = state.clone()
             with pytest.raises(ValueError, match="of another layer"):
-                layer(tokens(2, 3), state)
+                layer(hidden(2, 3), state)
             assert equal(state, before)
 
 
 def test_a_state_with_other_rows():
-    for name in CASES:
+    for name in LAYER_CASES:
         layer, state = after(name, 3, 5)
         with pytest.raises(ValueError, match="need 2 rows, one per sequence"):
-            layer(tokens(2, 3), state)
+            layer(hidden(2, 3), state)
         with pytest.raises(ValueError, match="need 2 rows, one per sequence"):
-            layer(tokens(1, 3), state, torch.tensor([0, 1, 3]))
+            layer(hidden(1, 3), state, torch.tensor([0, 1, 3]))
 
 
 def test_what_is_no_state():
     for state in ((torch.zeros(1),), torch.zeros(1), {}):
         kind = type(state).__name__
         with pytest.raises(TypeError, match=f"state: got {kind}, need a Lay"):
-            made("gla")(tokens(2, 3), state)
+            make_layer("gla")(hidden(2, 3), state)
 
 
 def test_copies_that_do_not_fit():
@@ -303,9 +303,9 @@ def test_copies_that_do_not_fit():
 
 
 def test_an_empty_state_is_a_start():
-    layer = made("softmax")
+    layer = make_layer("softmax")
     assert isinstance(layer, SoftmaxAttention)
-    x = tokens(2, 5)
+    x = hidden(2, 5)
     y, _ = layer(x, layer.new_state(2, 5))
     torch.testing.assert_close(y, layer(x)[0])
 
@@ -334,9 +334,9 @@ def test_the_state_of_a_layer_of_another_size(case, length):
     before = state.clone()
     said = f"^state: got {field} of shape .*, need .*: is it the state of an"
     with pytest.raises(ValueError, match=said):
-        other()(tokens(3, length), state)
+        other()(hidden(3, length), state)
     with pytest.raises(ValueError, match=said):
-        other()(tokens(2, length), state.at(torch.tensor([2, 0]), 5))
+        other()(hidden(2, length), state.at(torch.tensor([2, 0]), 5))
     assert equal(state, before)
 
 
@@ -357,10 +357,10 @@ def test_a_state_of_another_dtype(name, field, dtype, need, length):
     layer, state = after(name, 2, 5)
     setattr(state, field, getattr(state, field).to(dtype))
     with pytest.raises(TypeError, match=f"state: got {field} in {dtype}, nee"):
-        layer(tokens(2, length), state)
+        layer(hidden(2, length), state)
     setattr(state, field, getattr(state, field).to("meta", need))
     with pytest.raises(ValueError, match=f"got {field} on meta, need x's, c"):
-        layer(tokens(2, length), state)
+        layer(hidden(2, length), state)
 
 
 @torch.no_grad()
@@ -401,4 +401,4 @@ def test_rows_of_a_pool_for_other_sequences(name):
     for count in (1, 3):
         rows = torch.arange(count)
         with pytest.raises(ValueError, match=rf"rows: got shape \[{count}\]"):
-            layer(tokens(2, 1), state.at(rows, 5))
+            layer(hidden(2, 1), state.at(rows, 5))

@@ -15,13 +15,13 @@ GPU = pytest.mark.gpu
 SIZES = {"vocab_size": 97, "dim": 64, "num_layers": 2, "num_heads": 2}
 
 
-def made(kind="gated_deltanet", **to):
+def make_model(kind="gated_deltanet", **to):
     torch.manual_seed(0)
     to = {"device": "cuda", "dtype": torch.bfloat16} | to
     return LanguageModel(ModelConfig(pattern=(kind,), **SIZES), **to)
 
 
-def prompts(*lengths):
+def make_prompts(*lengths):
     return [torch.randint(97, (n,), device="cuda") for n in lengths]
 
 
@@ -30,7 +30,7 @@ def unrecorded(monkeypatch):
 
 
 def test_a_cpu_records_nothing():
-    m = made(device="cpu", dtype=torch.float32)
+    m = make_model(device="cpu", dtype=torch.float32)
     assert not is_recordable(m, torch.zeros(1, dtype=torch.int64))
 
 
@@ -53,7 +53,7 @@ def test_a_first_call_loads_no_compiler():
 @GPU
 @pytest.mark.parametrize("kind", KINDS)
 def test_recorded_tokens_are_those_of_python_in_bits(kind, monkeypatch):
-    m, some = made(kind), prompts(5, 17, 40)
+    m, some = make_model(kind), make_prompts(5, 17, 40)
 
     def tokens(**options):
         if options:
@@ -69,7 +69,7 @@ def test_recorded_tokens_are_those_of_python_in_bits(kind, monkeypatch):
 @GPU
 @pytest.mark.parametrize("kind", ["softmax", "gated_deltanet"])
 def test_a_recording_has_room_and_is_made_again(kind, monkeypatch):
-    m, some = made(kind), prompts(3, 30)
+    m, some = make_model(kind), make_prompts(3, 30)
     monkeypatch.setattr(recording, "SPARE_TOKENS", 8)
     made_for, record = [], Recording._record
 
@@ -109,7 +109,7 @@ def other_class(m):
 @GPU
 @pytest.mark.parametrize("touch", [hook, compiled, other_device, other_class])
 def test_what_is_not_recorded(touch):
-    m, token = made(), torch.zeros(1, dtype=torch.int64, device="cuda")
+    m, token = make_model(), torch.zeros(1, dtype=torch.int64, device="cuda")
     assert is_recordable(m, token)
     with torch.autocast("cuda"):
         assert not is_recordable(m, token)
@@ -119,12 +119,12 @@ def test_what_is_not_recorded(touch):
 
 @GPU
 def test_what_is_not_finite_and_what_stops():
-    m, some = made(), prompts(4, 4)
+    m, some = make_model(), make_prompts(4, 4)
     with torch.no_grad():
         m.head.weight[3] = float("nan")
     with pytest.raises(ValueError, match="logits that are not finite"):
         m.generate(some, 8)
-    m = made()
+    m = make_model()
     tokens = torch.stack(list(stream(m, some, 64)), 1)
     stop = int(tokens[0, 5])
     found = m.generate(some, 64, stop=stop)
@@ -135,7 +135,7 @@ def test_what_is_not_finite_and_what_stops():
 
 @GPU
 def test_memory_does_not_grow():
-    m, some = made(), prompts(9)
+    m, some = make_model(), make_prompts(9)
     for _ in range(3):
         m.generate(some, 20)
     torch.cuda.synchronize()

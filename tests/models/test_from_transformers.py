@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.compat_cases import (
     LAYERS,
-    MODELS,
     SIZES,
+    TINY_MODELS,
     InDouble,
     modeling,
     with_spread_gates,
@@ -92,7 +92,7 @@ OURS = {
 
 def configured(name, changes):
     """A class of transformers, and a config for it."""
-    prefix, options = MODELS[name]
+    prefix, options = TINY_MODELS[name]
     kind = getattr(modeling(name), f"{prefix}ForCausalLM")
     fields = SIZES | {"layer_types": LAYERS} | options | changes
     return kind, kind.config_class(**fields)
@@ -119,7 +119,7 @@ def ours(case="qwen3_5"):
     return spread(LanguageModel(ModelConfig(**HYBRID | OURS[case])))
 
 
-def text(*shape):
+def token_ids(*shape):
     return torch.randint(2, 64, shape, generator=torch.manual_seed(1))
 
 
@@ -149,7 +149,7 @@ def same_bits(m, n):
 
 @pytest.mark.parametrize("case", THEIRS)
 def test_logits_of_theirs(case):
-    m, tokens = theirs(case), text(2, 70)
+    m, tokens = theirs(case), token_ids(2, 70)
     n, wanted = from_transformers(m), logits(m, tokens)
     assert relative_error(logits(n, tokens), wanted) <= 1e-5
     offsets = torch.tensor([0, 70, 140], dtype=torch.int32)
@@ -164,7 +164,7 @@ def test_logits_of_theirs(case):
 
 @pytest.mark.parametrize("case", THEIRS)
 def test_their_greedy_text(case):
-    m, prompt = theirs(case), text(2, 9)
+    m, prompt = theirs(case), token_ids(2, 9)
     wanted = m.generate(prompt, max_new_tokens=20, do_sample=False)[:, 9:]
     n = from_transformers(m)
     assert torch.stack(n.generate(prompt, 20)).equal(wanted)
@@ -174,7 +174,7 @@ def test_their_greedy_text(case):
 @pytest.mark.parametrize("case", OURS)
 def test_ours_as_theirs(case, tmp_path):
     """Logits, text, a folder, and back in bits."""
-    m, tokens = ours(case), text(2, 40)
+    m, tokens = ours(case), token_ids(2, 40)
     there = m.to_transformers()
     assert there.config.model_type.startswith(case.partition("-")[0])
     assert relative_error(logits(there, tokens), logits(m, tokens)) <= 1e-5
@@ -197,7 +197,7 @@ def test_what_was_opened_is_saved_and_loaded(tmp_path):
 
 def test_what_was_opened_trains():
     """As there: of a loss, the gradient that comes through all layers."""
-    m, tokens = copy.deepcopy(theirs("olmo_hybrid")), text(2, 40)
+    m, tokens = copy.deepcopy(theirs("olmo_hybrid")), token_ids(2, 40)
     n = from_transformers(m)
     m(tokens, labels=tokens).loss.backward()
     n.loss(tokens).backward()
@@ -209,7 +209,7 @@ def test_what_was_opened_trains():
 @pytest.mark.parametrize("case", ["qwen3_5", "olmo_hybrid"])
 def test_other_dtypes_stay(case, dtype, tmp_path):
     """Buffers too, which transformers makes in fp32."""
-    m, tokens = copy.deepcopy(ours(case)).to(dtype), text(2, 40)
+    m, tokens = copy.deepcopy(ours(case)).to(dtype), token_ids(2, 40)
     there = m.to_transformers()
     assert {x.dtype for x in there.parameters()} == {dtype}
     there.save_pretrained(tmp_path)
@@ -245,7 +245,7 @@ def test_a_folder_with_images_has_a_text_model(tmp_path):
     with pytest.raises(ValueError, match=said):
         from_transformers(m)
     m.save_pretrained(tmp_path)
-    tokens = text(1, 20)
+    tokens = token_ids(1, 20)
     found = logits(from_transformers(tmp_path), tokens)
     assert relative_error(found, logits(m, tokens)) <= 1e-5
 

@@ -9,7 +9,13 @@ import torch
 import torch.nn.functional as F
 from support.graphs import in_one_graph
 from support.inputs import Largest
-from support.model_cases import HYBRID, KINDS, config, model, text
+from support.model_cases import (
+    HYBRID,
+    KINDS,
+    make_config,
+    make_model,
+    token_ids,
+)
 from support.refused import refused
 from torch import nn
 
@@ -32,7 +38,7 @@ def agree(found, expected, atol=1e-6):
 
 
 def test_a_config_survives_json():
-    c = config(3 * ("kda",) + ("softmax",), num_layers=9, head_dim=8)
+    c = make_config(3 * ("kda",) + ("softmax",), num_layers=9, head_dim=8)
     assert ModelConfig.from_json(c.to_json()) == c
     assert c.layer_types == 2 * (3 * ("kda",) + ("softmax",)) + ("kda",)
 
@@ -44,7 +50,7 @@ def test_the_mlp_is_rounded_up_as_published():
         D, width = 64 + 8 * i, 136 + 24 * i
         c = ModelConfig(9, D, 1, mlp_ratio=width / D, mlp_multiple=1)
         assert c.mlp_width == width
-    blocks = model(("mamba", "softmax")).blocks
+    blocks = make_model(("mamba", "softmax")).blocks
     assert [block.mlp is None for block in blocks] == [True, False]
 
 
@@ -83,12 +89,12 @@ def test_the_mlp_is_rounded_up_as_published():
 )
 def test_a_config_says_what_does_not_fit(field, value, said):
     with pytest.raises((TypeError, ValueError)) as error:
-        config(**{field: value})
+        make_config(**{field: value})
     assert str(error.value).startswith(said)
 
 
 def test_options_reach_the_layers_of_their_kind():
-    m = model(
+    m = make_model(
         ("softmax", "lightning"), options={"softmax": {"num_kv_heads": 1}}
     )
     assert m.blocks[0].layer.qkv_proj.out_features == 64
@@ -97,17 +103,17 @@ def test_options_reach_the_layers_of_their_kind():
 
 def test_options_of_a_kind_win_over_those_of_all():
     options = {"softmax": {"num_heads": 1, "head_dim": 8}}
-    m = model(("softmax", "kda"), head_dim=4, options=options)
+    m = make_model(("softmax", "kda"), head_dim=4, options=options)
     softmax, kda = (m.blocks[i].layer.o_proj.in_features for i in (0, 1))
     assert (softmax, kda) == (8, 2 * 4)
-    m = model(("lightning",), options={"lightning": {"num_layers": 9}})
+    m = make_model(("lightning",), options={"lightning": {"num_layers": 9}})
     assert m.blocks[1].layer.num_layers == 9
 
 
 def test_branches_are_layers_and_the_mlps_that_there_are():
-    c = config(("mamba", "softmax", "gla"), num_layers=4)
+    c = make_config(("mamba", "softmax", "gla"), num_layers=4)
     assert c.num_branches == 4 + 2
-    assert config(("gla",), without_mlp=("gla",)).num_branches == 2
+    assert make_config(("gla",), without_mlp=("gla",)).num_branches == 2
 
 
 def test_a_block_norms_what_it_reads_or_what_it_adds():
@@ -115,7 +121,7 @@ def test_a_block_norms_what_it_reads_or_what_it_adds():
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
     for kind in ("kda", "gla"):  # the second is in post_norm_types
-        m, post = model((kind,), num_layers=1), kind == "gla"
+        m, post = make_model((kind,), num_layers=1), kind == "gla"
         (block,) = m.blocks
         for p in m.parameters():
             if p.dim() == 1:
@@ -145,15 +151,15 @@ class Shift(nn.Module):
 
 def test_a_layer_of_ones_own(monkeypatch):
     monkeypatch.setitem(LAYERS, "shift", Shift)
-    m = model(("shift", "gla"), options={"shift": {"scale": 0.5}})
+    m = make_model(("shift", "gla"), options={"shift": {"scale": 0.5}})
     assert m.blocks[0].layer.scale == 0.5
-    m.loss(text(2, 9)).backward()
+    m.loss(token_ids(2, 9)).backward()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_made_on_meta_is_drawn(kind):
     """As the constructor draws: what is constant there is the same here."""
-    fresh = model((kind,), num_layers=1)
+    fresh = make_model((kind,), num_layers=1)
     empty = LanguageModel(fresh.config, device=torch.device("meta"))
     empty = empty.to_empty(device="cpu")
     for p in empty.parameters():
@@ -168,7 +174,7 @@ def test_a_model_made_on_meta_is_drawn(kind):
 
 
 def test_what_the_parameters_start_from():
-    m = model(("gated_deltanet", "mlstm"), dim=128, tie_embeddings=False)
+    m = make_model(("gated_deltanet", "mlstm"), dim=128, tie_embeddings=False)
     assert m.config.num_branches == 4
     layer, mlp = m.blocks[0].layer, m.blocks[0].mlp[1]
     for module, std in (
@@ -241,8 +247,8 @@ def test_the_loss_costs_by_its_rows(rows):
 @torch.no_grad()
 def test_attention_costs_by_what_was_read():
     """Not by the room for more: a prompt, and the tokens after it."""
-    m = model(("softmax",))
-    tokens = text(1, 201)
+    m = make_model(("softmax",))
+    tokens = token_ids(1, 201)
     T = tokens.shape[1]
 
     def cost(capacity, prompt=False):
@@ -308,7 +314,7 @@ def test_a_documents_last_token_predicts_nothing_of_the_next():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_of_every_kind(kind):
     """Against all logits; packed, the mean over documents."""
-    m, tokens = model((kind,)).double(), text(2, 21)
+    m, tokens = make_model((kind,)).double(), token_ids(2, 21)
     logits = m(tokens)[0]
     ref = F.cross_entropy(logits[:, :-1].mT, tokens[:, 1:])
     loss = m.loss(tokens)
@@ -334,7 +340,7 @@ REFUSING = {  # which have a recurrence or a convolution
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_per_sample(kind):
     """By torch.func, or as its refusal says."""
-    m, tokens = model((kind,), num_layers=1).double(), text(2, 9)
+    m, tokens = make_model((kind,), num_layers=1).double(), token_ids(2, 9)
     parameters = dict(m.named_parameters())
 
     def loss(parameters, row):
@@ -360,7 +366,7 @@ def test_gradients_per_sample(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_of_every_kind(kind):
     """Pieces give what the whole gives, and states have the bytes said."""
-    m, tokens = model((kind,)), text(2, 30)
+    m, tokens = make_model((kind,)), token_ids(2, 30)
     with torch.no_grad():
         whole, _ = m(tokens)
         first, states = m(tokens[:, :23])
@@ -400,38 +406,38 @@ m(torch.zeros(2, 0, **LONG))
     ValueError: tokens: got shape [2, 0], need [B, T] with B, T >= 1
 m(torch.zeros(2, 5, dtype=torch.bool))
     TypeError: tokens: got torch.bool, need torch.int64 or torch.int32
-m(text(2, 5), 3)
+m(token_ids(2, 5), 3)
     TypeError: states: got int, need a list of states
-m.loss(text(2, 5), torch.full((2, 5), 71))
+m.loss(token_ids(2, 5), torch.full((2, 5), 71))
     ValueError: targets: got 71, need 0 to 70 or -100
-m.token_losses(text(2, 5), torch.full((2, 5), -1))
+m.token_losses(token_ids(2, 5), torch.full((2, 5), -1))
     ValueError: targets: got -1, need 0 to 70 or -100
-m.loss(text(2, 5), torch.randn(2, 5))
+m.loss(token_ids(2, 5), torch.randn(2, 5))
     TypeError: targets: got torch.float32, need torch.int64 or torch.int32
-m.token_losses(text(2, 5), text(2, 4))
+m.token_losses(token_ids(2, 5), token_ids(2, 4))
     ValueError: targets: got shape [2, 4], need [2, 5]
-m.token_losses(text(2, 5), None)
+m.token_losses(token_ids(2, 5), None)
     TypeError: targets: got NoneType, need a Tensor
-m(text(2, 5), targets=text(2, 5), reduction="sum")
+m(token_ids(2, 5), targets=token_ids(2, 5), reduction="sum")
     ValueError: reduction: got 'sum', need one of ('mean', 'none')
-m.loss(text(2, 5), text(2, 5), ignore_index="x")
+m.loss(token_ids(2, 5), token_ids(2, 5), ignore_index="x")
     TypeError: ignore_index: got str, need an int
 models.cross_entropy(torch.randn(3, 4), torch.randn(5, 3), torch.zeros(3,
 **LONG))
     ValueError: weight: got shape [5, 3], need [V, 4]
-models.cross_entropy(torch.randn(3, 4), torch.randn(5, 4).double(), text(3) %
-5)
+models.cross_entropy(torch.randn(3, 4), torch.randn(5, 4).double(),
+token_ids(3) % 5)
     TypeError: weight: got torch.float64, need x's, torch.float32
-models.next_tokens(text(5))
+models.next_tokens(token_ids(5))
     ValueError: tokens: got shape [5], need [B, T]
-m.loss(text(1, 5), cu_seqlens=torch.tensor([0, 6]))
+m.loss(token_ids(1, 5), cu_seqlens=torch.tensor([0, 6]))
     ValueError: cu_seqlens: got [0, 6], need values that start at 0, never
     decrease and end at T = 5 or before
-m(text(1, 4), [None])
+m(token_ids(1, 4), [None])
     ValueError: states: got 1, need 2, one per
-m(text(4))
+m(token_ids(4))
     ValueError: tokens: got shape [4], need
-models.cross_entropy(torch.randn(3, 4), torch.randn(9, 4), text(2) % 9)
+models.cross_entropy(torch.randn(3, 4), torch.randn(9, 4), token_ids(2) % 9)
     ValueError: targets: got shape [2], need
 m.state_bytes(-4)
     ValueError: T: got -4, need an integer >= 1
@@ -443,18 +449,18 @@ m.new_states(0, 3)
 @refused(WRONG)
 def test_a_wrong_call_is_named(wrong, error):
     with error():
-        eval(wrong, globals() | {"m": model(("gla",))})
+        eval(wrong, globals() | {"m": make_model(("gla",))})
 
 
 def test_parameters_and_flops():
-    m = model(("softmax",), tie_embeddings=True, num_layers=1)
+    m = make_model(("softmax",), tie_embeddings=True, num_layers=1)
     D, V, W = 32, 71, m.config.mlp_width
     matrices = 4 * D * D + 3 * D * W
     assert m.num_parameters == matrices + V * D + 3 * D
     scores = 2 * 2 * 10 * D
     assert m.flops_per_token(10) == 2 * (matrices + V * D) + scores
     # with gates and a recurrence, which flops.py counts
-    m = model(("gated_deltanet",))
+    m = make_model(("gated_deltanet",))
     assert m.flops_per_token(64) > 2 * (m.num_parameters - 2 * V * D)
 
 
@@ -471,16 +477,16 @@ def greedy(m, prompt, number):
 
 @pytest.mark.parametrize("kind", [*KINDS, "hybrid"])
 def test_prompts_of_unequal_length_go_on_together(kind):
-    m = model(HYBRID if kind == "hybrid" else (kind,))
+    m = make_model(HYBRID if kind == "hybrid" else (kind,))
     nn.init.normal_(m.embedding.weight)  # so that tokens differ
-    prompts = [text(5), text(19, seed=2), text(1, seed=3)]
+    prompts = [token_ids(5), token_ids(19, seed=2), token_ids(1, seed=3)]
     found = m.generate(prompts, 6)
     for prompt, new in zip(prompts, found, strict=True):
         assert new.equal(greedy(m, prompt, 6))
 
 
 def test_states_stay_where_they_are_while_generating():
-    m, places = model(("softmax", "gla")), set()
+    m, places = make_model(("softmax", "gla")), set()
 
     def look(module, args, output):
         states = args[1]
@@ -491,12 +497,12 @@ def test_states_stay_where_they_are_while_generating():
         )
 
     m.register_forward_hook(look)
-    m.generate([text(3), text(7)], 9)
+    m.generate([token_ids(3), token_ids(7)], 9)
     assert len(places) == 1
 
 
 def test_draws():
-    m, prompt = model(), text(4)
+    m, prompt = make_model(), token_ids(4)
 
     def draw(seed, **options):
         generator = torch.Generator().manual_seed(seed)
@@ -512,9 +518,9 @@ def test_draws():
 
 def test_one_step_of_decoding_compiles():
     """Twice at most: the number of tokens that attention has becomes one."""
-    m = model()
+    m = make_model()
     nn.init.normal_(m.embedding.weight)
-    prompts = [text(5), text(19, seed=2)]
+    prompts = [token_ids(5), token_ids(19, seed=2)]
     ref = m.generate(prompts, 12)
     with in_one_graph(m._call_impl, most=2) as run:
         m._compiled_call_impl = run
@@ -524,7 +530,7 @@ def test_one_step_of_decoding_compiles():
 
 @pytest.mark.gpu
 def test_a_compiled_model_writes_on_a_gpu():
-    m, prompt = model(HYBRID).cuda(), text(19)
+    m, prompt = make_model(HYBRID).cuda(), token_ids(19)
     nn.init.normal_(m.embedding.weight)
     (ref,) = m.generate(prompt, 12)
     m.compile(fullgraph=True)
@@ -547,8 +553,8 @@ FULL = pytest.mark.full
     ],
 )
 def test_a_training_step_compiles(pattern, packed, checkpoint, backend):
-    m = model(pattern)
-    tokens = text(1, 50) if packed else text(2, 25)
+    m = make_model(pattern)
+    tokens = token_ids(1, 50) if packed else token_ids(2, 25)
     offsets = torch.tensor([0, 7, 31, 50]) if packed else None
     ref = gradients(m, m.loss(tokens, cu_seqlens=offsets))
     m.checkpoint = checkpoint
@@ -577,7 +583,7 @@ class Saved:
 
 @pytest.mark.parametrize("kind", ["gated_deltanet", "softmax", "mlstm"])
 def test_computing_again_keeps_less_and_changes_nothing(kind):
-    m, tokens = model((kind,)), text(2, 25)
+    m, tokens = make_model((kind,)), token_ids(2, 25)
     ref = gradients(m, m.loss(tokens))
     with Saved() as all_kept:
         m.loss(tokens)
@@ -598,11 +604,11 @@ def test_computing_again_keeps_less_and_changes_nothing(kind):
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_a_model_comes_back_from_its_folder(tied, tmp_path):
-    m = model(tie_embeddings=tied)
+    m = make_model(tie_embeddings=tied)
     m.save(tmp_path / "new" / "folder")
     found = models.load(tmp_path / "new" / "folder")
     assert found.config == m.config
-    assert found(text(1, 9))[0].equal(m(text(1, 9))[0])
+    assert found(token_ids(1, 9))[0].equal(m(token_ids(1, 9))[0])
     names = {p.name for p in (tmp_path / "new" / "folder").iterdir()}
     assert names == {"config.json", "model.safetensors"}
     half = models.load(tmp_path / "new" / "folder", dtype=torch.bfloat16)
@@ -611,7 +617,7 @@ def test_a_model_comes_back_from_its_folder(tied, tmp_path):
 
 def test_a_file_keeps_its_dtype_and_its_mode(tmp_path):
     """Both files may be read by whom a new file may be read by."""
-    model().bfloat16().save(tmp_path)
+    make_model().bfloat16().save(tmp_path)
     assert {p.dtype for p in models.load(tmp_path).parameters()} == {
         torch.bfloat16
     }
@@ -620,7 +626,7 @@ def test_a_file_keeps_its_dtype_and_its_mode(tmp_path):
 
 
 def test_a_parameter_that_is_not_there_is_not_saved(tmp_path):
-    m = model()
+    m = make_model()
     m.norm.weight = nn.Parameter(m.norm.weight.to("meta"))
     with pytest.raises(ValueError, match=r"model: got norm.weight as meta"):
         m.save(tmp_path / "new")
@@ -628,7 +634,7 @@ def test_a_parameter_that_is_not_there_is_not_saved(tmp_path):
 
 
 def test_a_folder_that_does_not_fit(tmp_path):
-    model(tie_embeddings=True).save(tmp_path)
+    make_model(tie_embeddings=True).save(tmp_path)
     file = tmp_path / "config.json"
     good = json.loads(file.read_text())
     for changes, said in (
@@ -665,5 +671,5 @@ def test_safetensors_is_asked_for_by_name(monkeypatch, tmp_path):
 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ImportError, match="pip install safetensors"):
-        model().save(tmp_path)
+        make_model().save(tmp_path)
     assert not [*tmp_path.iterdir()]

@@ -13,8 +13,8 @@ from fastweights.models import LAYERS, StatePool
 SIZES = {"vocab_size": 31, "dim": 16, "head_dim": 8, "mlp_multiple": 16}
 
 
-def model(pattern):
-    return model_cases.model(pattern, **SIZES).double()
+def make_model(pattern):
+    return model_cases.make_model(pattern, **SIZES).double()
 
 
 @torch.no_grad()
@@ -34,7 +34,7 @@ NARROW = [
 @pytest.mark.parametrize("kind", NARROW)
 def test_states_in_bf16(kind):
     """Half the bytes, after a prompt, after steps; near to what it was."""
-    m, text = model((kind,)).float(), torch.arange(27) % 31
+    m, text = make_model((kind,)).float(), torch.arange(27) % 31
     pools = [StatePool(m, 2, 40, dtype=x) for x in (None, torch.bfloat16)]
     found = []
     for pool in pools:
@@ -51,10 +51,10 @@ def test_states_in_bf16(kind):
 
 def test_states_that_bf16_cannot_hold():
     with pytest.raises(ValueError, match="for a model with mamba, mlstm"):
-        m = model(("mlstm", "mamba", "gla"))
+        m = make_model(("mlstm", "mamba", "gla"))
         StatePool(m, 2, 40, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"got torch\.float16, need"):
-        StatePool(model(("gla",)), 2, 40, dtype=torch.float16)
+        StatePool(make_model(("gla",)), 2, 40, dtype=torch.float16)
 
 
 def alone(m, prompt, new):
@@ -88,7 +88,7 @@ def test_fifty_requests_through_one_pool(pattern):
     Prompts go in alone or two together, packed; steps have one to three
     tokens, batches are filled up with -1, and rows are used again.
     """
-    m, draw = model(pattern), random.Random(1)
+    m, draw = make_model(pattern), random.Random(1)
     pool = StatePool(m, size=5, capacity=40)
     where = [t.data_ptr() for s in pool.states for t in s.tensors().values()]
     generator = torch.Generator().manual_seed(2)
@@ -152,7 +152,7 @@ def test_fifty_requests_through_one_pool(pattern):
 HYBRID = ("gated_deltanet", "softmax")
 
 
-def drawn(*shape):
+def token_ids(*shape):
     return torch.randint(31, shape, generator=torch.Generator().manual_seed(5))
 
 
@@ -169,7 +169,7 @@ def goes_on(m, pool, row, prompt, new):
 )
 def test_a_row_that_decodes_beside_prompts(told):
     """Each row has room up to its own last token; a refusal counts nothing."""
-    m, text = model(HYBRID), drawn(40)
+    m, text = make_model(HYBRID), token_ids(40)
     pool = StatePool(m, size=2, capacity=10)
     a = pool.acquire()
     logits_of(m, pool, [a], 5, text[None, :5])
@@ -193,7 +193,7 @@ def test_a_row_that_decodes_beside_prompts(told):
 
 @torch.no_grad()
 def test_the_most_of_a_call_is_taken_for_each_row_until_there_is_no_room():
-    m, text = model(HYBRID), drawn(40)
+    m, text = make_model(HYBRID), token_ids(40)
     pool = StatePool(m, size=2, capacity=10)
     a, offsets = pool.acquire(), torch.tensor([0, 1, 5])
     for n in range(7):
@@ -210,7 +210,7 @@ def test_the_most_of_a_call_is_taken_for_each_row_until_there_is_no_room():
 @torch.no_grad()
 def test_calls_with_more_tokens_than_was_said():
     """And states that go on: what a row has read is asked of the device."""
-    m, (text, new) = model(HYBRID), drawn(2, 9)
+    m, (text, new) = make_model(HYBRID), token_ids(2, 9)
     pool = StatePool(m, size=1, capacity=20)
     row = pool.acquire()
     logits_of(m, pool, [row], 2, text[None, :6])
@@ -224,7 +224,7 @@ def test_calls_with_more_tokens_than_was_said():
 
 @torch.no_grad()
 def test_a_call_without_any_row_beside_a_full_one():
-    m, text = model(HYBRID), drawn(8)
+    m, text = make_model(HYBRID), token_ids(8)
     pool = StatePool(m, size=1, capacity=8)
     row = pool.acquire()
     logits_of(m, pool, [row], 8, text[None])
@@ -248,7 +248,7 @@ SEVERAL = ("gated_deltanet", "softmax", "mamba", "lact", "titans")
 @crossed(made=MODES, used=MODES)
 def test_made_in_one_mode_and_used_in_another(made, used):
     """The same tensors whatever made them, and the same dtypes after."""
-    m, text = model(SEVERAL).float(), drawn(20)
+    m, text = make_model(SEVERAL).float(), token_ids(20)
     plain = [s.tensors() for s in StatePool(m, 1, 20).states]
     with made():
         pool = StatePool(m, size=2, capacity=20)
@@ -271,7 +271,7 @@ def test_made_in_one_mode_and_used_in_another(made, used):
 
 
 def test_what_a_pool_refuses():
-    pool = StatePool(model(("softmax",)), size=2, capacity=8)
+    pool = StatePool(make_model(("softmax",)), size=2, capacity=8)
     first = pool.acquire()
     for rows in ([1 - first], torch.tensor([1 - first])):
         with pytest.raises(ValueError, match="need one that is taken"):
@@ -309,7 +309,7 @@ def test_what_a_pool_refuses():
     ],
 )
 def test_rows_and_tokens_that_cannot_be_meant(rows, tokens, kind, message):
-    pool = StatePool(model(("gated_deltanet",)), size=2, capacity=8)
+    pool = StatePool(make_model(("gated_deltanet",)), size=2, capacity=8)
     pool.free = {}
     with pytest.raises(kind, match=f"^{message}"):
         pool.reading(rows, tokens)
@@ -320,11 +320,11 @@ def test_a_pool_of_no_size(size, capacity):
     with pytest.raises(
         (TypeError, ValueError), match=r": got .*, need an int"
     ):
-        StatePool(model(("gated_deltanet",)), size, capacity)
+        StatePool(make_model(("gated_deltanet",)), size, capacity)
 
 
 def test_a_full_row_is_named_and_gradients_are_refused():
-    m = model(("softmax",))
+    m = make_model(("softmax",))
     pool = StatePool(m, size=1, capacity=4)
     row = pool.acquire()
     tokens = torch.zeros(1, 2, dtype=torch.int64)
@@ -346,7 +346,9 @@ def test_a_rows_ways_cost_the_same_in_any_pool():
     """Taking, calling and giving back look at their own rows only."""
 
     def steps(size):
-        pool = StatePool(model(("gated_deltanet",)), size=size, capacity=8)
+        pool = StatePool(
+            make_model(("gated_deltanet",)), size=size, capacity=8
+        )
         seen = 0
 
         class Counted(dict):

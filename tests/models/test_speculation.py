@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from support.layer_cases import contents
-from support.model_cases import KINDS, config, model, text
+from support.model_cases import KINDS, make_config, make_model, token_ids
 
 from fastweights.layers import GatedDeltaNet, attention
 from fastweights.models import (
@@ -19,14 +19,18 @@ from fastweights.models.speculation import MAX_DRAFTS, NgramLookup, Reader
 from fastweights.models.streaming import stream
 
 V = 71
-PROMPTS = [torch.tensor([1, 2, 3, 1, 2, 3, 1]), text(4), text(1, seed=2)]
+PROMPTS = [
+    torch.tensor([1, 2, 3, 1, 2, 3, 1]),
+    token_ids(4),
+    token_ids(1, seed=2),
+]
 SAMPLED = {"temperature": 0.7, "top_p": 0.9}
 HOW = pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
 
 
 def lively(*pattern, **to):
     """A model in fp64 whose tokens do not soon repeat themselves."""
-    m = model(pattern).double() if pattern else model().double()
+    m = make_model(pattern).double() if pattern else make_model().double()
     with torch.no_grad():
         for p in m.parameters():
             p.mul_(1.5)
@@ -228,27 +232,27 @@ def test_a_draft_may_do_what_it_likes_with_the_text():
 @torch.no_grad()
 def test_one_token_that_is_not_taken_in():
     """Not by a layer's own way for one token, which takes it in."""
-    m = model()
-    _, states = m(text(2, 5))
+    m = make_model()
+    _, states = m(token_ids(2, 5))
     before = [state.clone() for state in states]
-    wanted, _ = m(text(2, 1), [state.clone() for state in states])
+    wanted, _ = m(token_ids(2, 1), [state.clone() for state in states])
     for state in states:
         state.num_accepted = torch.tensor([0, 0])
-    logits, _ = m(text(2, 1), states)
+    logits, _ = m(token_ids(2, 1), states)
     torch.testing.assert_close(logits, wanted)
     for state, old in zip(states, before, strict=True):
         torch.testing.assert_close(contents(state), contents(old))
 
 
 def test_what_a_draft_may_be():
-    m, other = model(), LanguageModel(config(vocab_size=70))
+    m, other = make_model(), LanguageModel(make_config(vocab_size=70))
     bad = {
         'need "lookup"': "look",
         "need .* a function": 3,
         "got a vocabulary of 70": other,
         "draft: got 71, need tokens": lambda text: [71],
         "draft: got -1, need tokens": lambda text: torch.tensor([0, -1]),
-        "draft: got device meta": model().to("meta"),
+        "draft: got device meta": make_model().to("meta"),
     }
     for need, draft in bad.items():
         with pytest.raises(ValueError, match=need):
@@ -268,7 +272,7 @@ class Past(torch.nn.Module):
 
 def test_a_layer_that_takes_in_what_it_should_not(monkeypatch):
     monkeypatch.setitem(LAYERS, "past", Past)
-    m = model(("past",))
+    m = make_model(("past",))
     assert generated(m, draft=lambda text: []) == generated(m)
     with pytest.raises(ValueError, match=r"past LayerState\.num_accepted"):
         generated(m, draft=lambda text: [1])

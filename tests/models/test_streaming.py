@@ -13,7 +13,7 @@ from fastweights.models.streaming import stream
 V = 16
 
 
-def model(kind="gla", **to):
+def make_model(kind="gla", **to):
     torch.manual_seed(0)
     shape = {"vocab_size": V, "dim": 8, "num_layers": 1, "num_heads": 1}
     m = LanguageModel(ModelConfig(pattern=(kind,), **shape), **to)
@@ -53,7 +53,7 @@ def test_a_stop_of_any_type_of_integer(stop, monkeypatch):
     """Each row ends at its own, and all of them when the last one does."""
     script = [[3, 4], [3, 7], [3, 4], [7, 4], [4, 4]]
     scripted(monkeypatch, *script)
-    m, prompts = model(), PROMPT.expand(2, 2)
+    m, prompts = make_model(), PROMPT.expand(2, 2)
     found = m.generate(prompts, 5, stop=stop)
     assert [row.tolist() for row in found] == [[3, 3, 3], [4]]
     scripted(monkeypatch, *script)
@@ -63,16 +63,16 @@ def test_a_stop_of_any_type_of_integer(stop, monkeypatch):
 @pytest.mark.parametrize("stop", [None, [], torch.tensor([]).long()])
 def test_no_stop(stop, monkeypatch):
     scripted(monkeypatch, [0], [1])
-    assert model().generate(PROMPT, 2, stop=stop)[0].tolist() == [0, 1]
+    assert make_model().generate(PROMPT, 2, stop=stop)[0].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("stop", [0, [0], torch.tensor([0]), range(V)])
 def test_a_first_token_that_stops(stop, monkeypatch):
     scripted(monkeypatch, [0], [1])
-    assert model().generate(PROMPT, 2, stop=stop)[0].tolist() == []
+    assert make_model().generate(PROMPT, 2, stop=stop)[0].tolist() == []
     scripted(monkeypatch, [0], [1])
-    assert len(list(stream(model(), PROMPT, 2, stop=stop))) == 1
-    assert model().generate(PROMPT, 0)[0].tolist() == []
+    assert len(list(stream(make_model(), PROMPT, 2, stop=stop))) == 1
+    assert make_model().generate(PROMPT, 0)[0].tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_first_token_that_stops(stop, monkeypatch):
 def test_what_cannot_be_meant(options, kind, said):
     given = {"prompts": PROMPT, "max_new_tokens": 3}
     with pytest.raises(kind, match=f"^{said}"):
-        model().generate(**given | options)
+        make_model().generate(**given | options)
 
 
 def with_logits(m, *steps):
@@ -138,7 +138,7 @@ def test_logits_that_are_not_finite_are_told_at_their_step(
 ):
     steps = [*[banned()] * step, banned(3, value=value)]
     tokens = stream(
-        with_logits(model(), *steps), PROMPT, 5, temperature=temperature
+        with_logits(make_model(), *steps), PROMPT, 5, temperature=temperature
     )
     for _ in range(step):
         next(tokens)
@@ -147,7 +147,7 @@ def test_logits_that_are_not_finite_are_told_at_their_step(
 
 
 def test_a_model_that_has_diverged_for_new_tokens_only():
-    m = model()
+    m = make_model()
     torch.nn.init.constant_(m.embedding.weight[4:], math.nan)
     with pytest.raises(ValueError, match="logits that are not finite"):
         m.generate(PROMPT, 8)
@@ -155,16 +155,16 @@ def test_a_model_that_has_diverged_for_new_tokens_only():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_may_be_banned_by_minus_infinity(temperature):
-    m = with_logits(model(), banned(*range(4, V)))
+    m = with_logits(make_model(), banned(*range(4, V)))
     found = m.generate(PROMPT, 20, temperature=temperature)[0]
     assert found.max() == 3
-    m = with_logits(model(), banned(*range(V)))
+    m = with_logits(make_model(), banned(*range(V)))
     with pytest.raises(ValueError, match="logits that are not finite"):
         m.generate(PROMPT, 20, temperature=temperature)
 
 
 def test_whoever_gets_a_token_may_change_it():
-    m = model()
+    m = make_model()
     want, found = m.generate(PROMPT, 8)[0].tolist(), []
     for token in stream(m, PROMPT, 8):
         found.append(int(token))
@@ -175,7 +175,7 @@ def test_whoever_gets_a_token_may_change_it():
 @pytest.mark.parametrize("kind", ["gla", "softmax"])
 def test_bytes_of_a_state_far_on(kind):
     """Keys and values of one head of size 8 and a position, or S."""
-    m = model(kind)
+    m = make_model(kind)
     for T in (1, 1000, 1025, 5000):
         many = T * 2 * 8 * 4 + 8 if kind == "softmax" else m.state_bytes(1)
         assert m.state_bytes(T) == many

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from support.model_cases import KINDS, model, text
+from support.model_cases import KINDS, make_model, token_ids
 from torch import nn
 from torch.nn.utils import prune
 
@@ -20,7 +20,7 @@ DOUBLE = {"rtol": 1e-9, "atol": 1e-9}
 
 def models_of(kind, **changes):
     """A model in fp64, and a copy of it."""
-    m = model((kind,), num_layers=1, **changes).double()
+    m = make_model((kind,), num_layers=1, **changes).double()
     return m, copy.deepcopy(m)
 
 
@@ -68,7 +68,7 @@ def test_adapters_are_as_if_merged(kind, tied):
             factors += [A, B]
             with torch.no_grad():
                 merged.get_submodule(name).weight += B @ A
-    tokens = text(2, 20)
+    tokens = token_ids(2, 20)
     found = in_every_way(m, tokens)
     for a, b in zip(found, in_every_way(merged, tokens), strict=True):
         torch.testing.assert_close(a, b, **DOUBLE)
@@ -87,7 +87,7 @@ def test_a_forward_on_the_class_is_called(monkeypatch, kind, cls):
         return own(self, *inputs)
 
     monkeypatch.setattr(cls, "forward", forward)
-    m.loss(text(2, 9)).backward()
+    m.loss(token_ids(2, 9)).backward()
     assert seen == {x for x in m.modules() if type(x) is cls}
 
 
@@ -99,7 +99,7 @@ def test_a_global_hook_sees_every_module(kind):
         lambda module, inputs, output: seen.add(module)
     )
     try:
-        m.loss(text(2, 9)).backward()
+        m.loss(token_ids(2, 9)).backward()
     finally:
         hook.remove()
     assert {*owners(m).values()} <= seen
@@ -137,7 +137,7 @@ def test_offloaded_parameters(kind, by):
     m, whole = models_of(kind, tie_embeddings=by == "hooks")
     for module in owners(m).values():
         offload(module, by)
-    tokens = text(2, 9)
+    tokens = token_ids(2, 9)
     with torch.no_grad():
         for a, b in (
             (m(tokens)[0], whole(tokens)[0]),
@@ -176,7 +176,7 @@ def test_weights_that_a_hook_renews(kind, change):
         if isinstance(module, nn.Linear | ShortConvolution)
     }
     optimizer = torch.optim.SGD(m.parameters(), lr=1)
-    tokens = text(2, 9)
+    tokens = token_ids(2, 9)
     for _ in range(2):
         optimizer.zero_grad()
         m.loss(tokens).backward()
@@ -192,8 +192,8 @@ def test_weights_that_a_hook_renews(kind, change):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_linears_that_are_quantised(kind):
-    m = model((kind,), num_layers=1).eval()
-    tokens = text(2, 9)
+    m = make_model((kind,), num_layers=1).eval()
+    tokens = token_ids(2, 9)
     want = m(tokens)[0], m.loss(tokens), m.generate(tokens[0], 3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -222,7 +222,7 @@ def test_adapters_count_in_a_compiled_step():
     for i, module in enumerate(m.modules()):
         if isinstance(module, nn.Linear):
             adapted(module, i)
-    tokens = text(2, 9)
+    tokens = token_ids(2, 9)
     want = m.loss(tokens)
     assert abs(want - merged.loss(tokens)) > 1e-4
     m.compile(backend="eager")

@@ -9,8 +9,8 @@ from support.operator_cases import (
     OPERATORS,
     OpChecks,
     check_one_graph,
-    drawn,
-    results,
+    operator_inputs,
+    operator_results,
 )
 from support.pairwise import all_but
 
@@ -19,7 +19,7 @@ from support.pairwise import all_but
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_each_tensor_is_checked(name):
     """What it is, its layout, dtype and device, by the argument's name."""
-    call, x = OPERATORS[name].call, drawn(name, 6, 1, torch.float32)
+    call, x = OPERATORS[name].call, operator_inputs(name, 6, 1, torch.float32)
     call(**x)
     first, nested = next(iter(x)), torch.nested.nested_tensor
     for key, t in x.items():
@@ -57,7 +57,7 @@ def test_each_tensor_is_checked(name):
     ids=str,
 )
 def test_offsets_are_checked(name, wrong, said):
-    x = drawn(name, 6, 2 if len(wrong) == 3 else 1, torch.float32)
+    x = operator_inputs(name, 6, 2 if len(wrong) == 3 else 1, torch.float32)
     with pytest.raises(
         (TypeError, ValueError), match=f"cu_seqlens: got {said}"
     ):
@@ -66,7 +66,7 @@ def test_offsets_are_checked(name, wrong, said):
 
 @EACH_OPERATOR
 def test_a_gradient_of_its_gradient_is_refused(name):
-    x = drawn(name, 6, 1, torch.float32)
+    x = operator_inputs(name, 6, 1, torch.float32)
     x = {key: t.requires_grad_() for key, t in x.items()}
     o, first = OPERATORS[name].call(**x)[0], next(iter(x.values()))
     (slope,) = torch.autograd.grad(o.sum(), first, create_graph=True)
@@ -80,7 +80,7 @@ def test_two_calls_are_one(name, cut):
     """The state carries all that the second one needs."""
     operator, T = OPERATORS[name], 100
     once = (*operator.whole, "initial_state")
-    x = drawn(name, T, 1, torch.float64)
+    x = operator_inputs(name, T, 1, torch.float64)
     *want, last = operator.call(**x)
     outputs = []
     for tokens in (slice(0, cut), slice(cut, T)):
@@ -95,7 +95,7 @@ def test_two_calls_are_one(name, cut):
 
 @EACH_OPERATOR
 def test_autocast_narrows_the_operands_of_products(name):
-    operator, x = OPERATORS[name], drawn(name, 20, 1, torch.float32)
+    operator, x = OPERATORS[name], operator_inputs(name, 20, 1, torch.float32)
     by_hand = {
         key: t.bfloat16() if key in operator.narrowed else t
         for key, t in x.items()
@@ -116,7 +116,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", [x for x in OPERATORS if x != "mesa"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_are_refused(name, transform):
-    x = drawn(name, 6, 1, torch.float32)
+    x = operator_inputs(name, 6, 1, torch.float32)
     key = next(iter(x))
 
     def call(t):
@@ -133,7 +133,7 @@ MADE_OF_OTHERS = ("mlstm", "normalised", "mesa")
     "name", [x for x in OPERATORS if x not in MADE_OF_OTHERS]
 )
 def test_what_inference_mode_has_made_goes_on_without_gradients(name):
-    x = drawn(name, 6, 1, torch.float32)
+    x = operator_inputs(name, 6, 1, torch.float32)
     want = OPERATORS[name].call(**x)
     for key in {*x} - {"dt", "dt_bias", "z"}:  # of which a step is made
         with torch.inference_mode():
@@ -150,7 +150,7 @@ def test_what_inference_mode_has_made_goes_on_without_gradients(name):
 @EACH_OPERATOR
 @pytest.mark.parametrize("offsets", [None, [0, 6]])
 def test_inputs_are_left_as_they_were(name, offsets):
-    x = drawn(name, 6, 1, torch.float64)
+    x = operator_inputs(name, 6, 1, torch.float64)
     before = {key: t.clone() for key, t in x.items()}
     given = {} if offsets is None else {"cu_seqlens": torch.tensor(offsets)}
     *_, states = OPERATORS[name].call(**x, **given)
@@ -163,13 +163,16 @@ def test_inputs_are_left_as_they_were(name, offsets):
 @pytest.mark.parametrize("packed", [False, True])
 def test_tensors_without_data(name, packed):
     """Shapes and dtypes, forward and backward, as with numbers."""
-    x, given = drawn(name, 20, 2 if packed else 1, torch.bfloat16), {}
+    x, given = (
+        operator_inputs(name, 20, 2 if packed else 1, torch.bfloat16),
+        {},
+    )
     if packed:
         given = {"cu_seqlens": torch.tensor([0, 9, 20])}
-    want = results(OPERATORS[name].call, x, **given)
+    want = operator_results(OPERATORS[name].call, x, **given)
     away = {key: t.to("meta") for key, t in (x | given).items()}
     given = {"cu_seqlens": away.pop("cu_seqlens")} if packed else {}
-    found = results(OPERATORS[name].call, away, **given)
+    found = operator_results(OPERATORS[name].call, away, **given)
     for a, b in zip(
         (*found[0], *found[1], *found[2].values()),
         (*want[0], *want[1], *want[2].values()),
@@ -195,11 +198,11 @@ def test_one_graph_for_every_length_and_packing(name, packed):
 @EACH_OPERATOR
 @pytest.mark.parametrize("packed", [False, True])
 def test_schemas_and_shapes(name, packed):
-    x, given = drawn(name, 6, 2 if packed else 1, torch.float32), {}
+    x, given = operator_inputs(name, 6, 2 if packed else 1, torch.float32), {}
     if packed:
         given["cu_seqlens"] = torch.tensor([0, 2, 6])
     with OpChecks():
-        results(OPERATORS[name].call, x, **given)
+        operator_results(OPERATORS[name].call, x, **given)
         first = next(iter(x.values())).requires_grad_()
         o = OPERATORS[name].call(**x, **given)[0]  # of one result alone
         torch.autograd.grad(o.sum(), first)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from support.batch_invariance_cases import EDGES, check
+from support.batch_invariance_cases import EDGES, check_invariance
 from support.graphs import in_one_graph
 from support.inputs import GATES, RULES, member_inputs
 
@@ -22,7 +22,7 @@ def test_chunks_of_a_sequence_alone(gate, rule, T, others):
     sizes = {"H": 1, "HV": 2, "K": 33, "V": 17}
     sizes |= {"dtype": torch.float32, "device": "cpu"}
     others, options = [(1, n) for n in others], {"backend": "torch"}
-    check(gate, rule, EDGES, T, others, None, sizes, **options)
+    check_invariance(gate, rule, EDGES, T, others, None, sizes, **options)
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from support.convolution_inputs import HEADS, flat, tokens
+from support.convolution_inputs import HEADS, convolution_inputs, flat
 from support.inputs import results, same
 from support.pairwise import pairs
 from support.refused import refused
@@ -111,14 +111,14 @@ def test_it_is_the_literal_loop(
     if offsets:
         given["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int32)
         sizes |= {"B": 1, "T": 9, "N": len(offsets) - 1}
-    x = tokens(**sizes, W=W)
+    x = convolution_inputs(**sizes, W=W)
     x = {name: t for name, t in x.items() if name not in without}
     found = results(call, x, **given)
     same(found, results(reference, x, **given), 1e-14)
 
 
 def test_keys_that_are_nothing_stay_so():
-    x = tokens(B=1, T=2, bias=False, state=False)
+    x = convolution_inputs(B=1, T=2, bias=False, state=False)
     x["x"].zero_()
     found = results(flat, x, **HEADS)
     assert not found["o"].any()
@@ -126,7 +126,7 @@ def test_keys_that_are_nothing_stay_so():
 
 
 def test_it_is_conv1d():
-    x = tokens(T=50, state=False)
+    x = convolution_inputs(T=50, state=False)
     conv = torch.nn.Conv1d(18, 18, 4, groups=18, padding=3).double()
     conv.weight.data, conv.bias.data = x["weight"][:, None], x["bias"]
     y, state = short_convolution(**x)
@@ -138,7 +138,7 @@ def test_it_is_conv1d():
 @pytest.mark.parametrize("W", [2, 4])
 def test_pieces_are_all_at_once(W):
     """Of one and two tokens, which a state outlives, and of none."""
-    x = tokens(T=12, W=W)
+    x = convolution_inputs(T=12, W=W)
     y, state = short_convolution(**x)
     pieces, last = [], x.pop("initial_state")
     for piece in x.pop("x").split([1, 0, 2, 1, 3, 5], dim=1):
@@ -152,7 +152,7 @@ def test_pieces_are_all_at_once(W):
 def test_a_call_without_a_token_hands_its_state_on(packed):
     """The state is handed on, and so is its gradient; or it is zeros."""
     offsets = torch.tensor([0, 0, 0]) if packed else None
-    x = tokens(B=1 if packed else 2, T=0, N=2)
+    x = convolution_inputs(B=1 if packed else 2, T=0, N=2)
     found = results(short_convolution, x, cu_seqlens=offsets)
     assert found["o"].shape == x["x"].shape
     assert torch.equal(found["state"], x["initial_state"])
@@ -164,7 +164,7 @@ def test_a_call_without_a_token_hands_its_state_on(packed):
 
 def test_gradient_of_one_of_the_results_alone():
     """Of k: what autograd has for q and v is None then."""
-    x = tokens(B=1, T=3)
+    x = convolution_inputs(B=1, T=3)
     x["x"].requires_grad_()
     k = convolve_heads(**x, **HEADS)[1]
     ref = cut(literal(**x)[0], eps=1e-6, **HEADS)[1]
@@ -175,7 +175,7 @@ def test_gradient_of_one_of_the_results_alone():
 @pytest.mark.parametrize("single", [None, torch.float32])
 def test_half_precision_is_rounded_once(single):
     """Arithmetic is in fp32: the results are those of fp64, rounded."""
-    x = tokens(T=40, dtype=torch.bfloat16, single=single)
+    x = convolution_inputs(T=40, dtype=torch.bfloat16, single=single)
     found = results(flat, x, **HEADS)
     exact = {name: t.double() for name, t in x.items()}
     ref = results(flat, exact, **HEADS)
@@ -189,7 +189,7 @@ def test_half_precision_is_rounded_once(single):
 
 
 def test_views_that_are_not_contiguous():
-    x = tokens()
+    x = convolution_inputs()
     views = {
         name: t.mT.contiguous().mT for name, t in x.items() if t.dim() > 1
     }
@@ -203,7 +203,7 @@ def storage(t):
 
 def test_results_share_no_memory():
     """Nor do gradients: operators may not return views of each other."""
-    x = tokens(B=1, T=1)
+    x = convolution_inputs(B=1, T=1)
     state = x["initial_state"]
     *parts, last = convolve_heads(**x, **HEADS)
     assert len({*map(storage, (*parts, last, state))}) == 5
@@ -219,7 +219,7 @@ def test_offsets_that_are_none_stay_within_the_rows(monkeypatch):
     target = "fastweights.ops.convolution.check_offsets_on_host"
     monkeypatch.setattr(target, lambda *_: None)
     for offsets in ([5, 7, 3, 0], [-9, 99, 2, 1], [4, 4, 4, 4]):
-        x = tokens(B=1, T=6, C=18, N=3)
+        x = convolution_inputs(B=1, T=6, C=18, N=3)
         cu_seqlens = torch.tensor(offsets)
         found = results(flat, x, cu_seqlens=cu_seqlens, **HEADS)
         assert all(t.isfinite().all() for t in found.values())
@@ -230,14 +230,14 @@ def test_offsets_that_are_none_stay_within_the_rows(monkeypatch):
 
 
 def test_what_runs_is_recorded():
-    x = tokens(dtype=torch.float32)
+    x = convolution_inputs(dtype=torch.float32)
     with ops.record_backends() as ran:
         results(short_convolution, x)
         short_convolution(**x, backend="torch")
     assert ran == ["torch forward", "torch backward", "torch forward"]
 
 
-X = tokens(dtype=torch.float32)
+X = convolution_inputs(dtype=torch.float32)
 OFFSETS = torch.tensor([0, 9])
 
 
@@ -305,4 +305,4 @@ def test_errors_of_heads(wrong, error):
 
 def test_triton_needs_a_narrower_dtype():
     with pytest.raises(ValueError, match=r"^backend: got 'triton', which nee"):
-        short_convolution(**tokens(), backend="triton")
+        short_convolution(**convolution_inputs(), backend="triton")

@@ -29,7 +29,7 @@ def recipes():
     return names
 
 
-def drawn(**widths):
+def token_inputs(**widths):
     """Tensors [B, T, H, n] by name, [B, T, H] where n is 0; all unlike."""
     torch.manual_seed(0)
     x = {
@@ -46,9 +46,9 @@ def drawn(**widths):
     return x
 
 
-def drawn_pairs(**widths):
+def paired_inputs(**widths):
     """Two keys, values and strengths per token."""
-    x = drawn(**widths)
+    x = token_inputs(**widths)
     for name in ("k", "v", "beta"):
         x[name] = torch.stack([x[name], x[name].flip(1)], 2)
     return x
@@ -75,23 +75,23 @@ def with_scale(function):
 
 CASES = {
     "gated_deltanet2": (
-        lambda: drawn(g=K, b=K, w=V),
+        lambda: token_inputs(g=K, b=K, w=V),
         with_scale(fw.gated_deltanet2),
         steps.gated_deltanet2,
     ),
     "comba": (
-        lambda: drawn(p=K, g=0, beta=0),
+        lambda: token_inputs(p=K, g=0, beta=0),
         with_scale(fw.comba),
         steps.comba,
     ),
-    "rwkv7": (lambda: drawn(g=K, kappa=K, a=K), None, beyond.rwkv7),
+    "rwkv7": (lambda: token_inputs(g=K, kappa=K, a=K), None, beyond.rwkv7),
     "erase_then_delta": (
-        lambda: drawn(g=K, kappa=K, a=0, beta=0),
+        lambda: token_inputs(g=K, kappa=K, a=0, beta=0),
         None,
         two_delta_steps,
     ),
     "delta_product": (
-        lambda: drawn_pairs(g=0, beta=0),
+        lambda: paired_inputs(g=0, beta=0),
         None,
         delta_product,
     ),
@@ -121,7 +121,7 @@ def test_a_key_per_key_head_is_that_of_its_value_heads(backend):
 
 
 def test_beta_k_and_beta_v_are_the_delta_rule():
-    x = drawn(g=K, beta=0)
+    x = token_inputs(g=K, beta=0)
     found, _ = fw.linear_recurrence(
         *(x["q"], x["k"], x["beta"][..., None] * x["v"], x["g"]),
         erase_key=x["beta"][..., None] * x["k"],
@@ -133,7 +133,7 @@ def test_beta_k_and_beta_v_are_the_delta_rule():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_comba_bears_a_decay_that_leaves_nothing(dtype, g):
     """What p reads is still there, since it reads before the decay."""
-    x = drawn(p=K, g=0, beta=0)
+    x = token_inputs(p=K, g=0, beta=0)
     x["g"][:, 5] = g
     S, outputs = torch.zeros(B, H, K, V, **DOUBLE), []
     for t in range(T):
@@ -239,7 +239,7 @@ def test_comba_refuses(wrong, error):
 
 
 def test_gradients_of_combas_gradients():
-    x = drawn(p=K, g=0, beta=0)
+    x = token_inputs(p=K, g=0, beta=0)
     x = {name: t[:1, :3].requires_grad_() for name, t in x.items()}
 
     def outputs(*values):

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from support.layer_cases import CASES, contents, made, tokens
+from support.layer_cases import LAYER_CASES, contents, hidden, make_layer
 from support.pairwise import all_but
 from torch.export import Dim, export
 
@@ -16,15 +16,15 @@ ANY = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", all_but(EACH_TIME, CASES))
+@pytest.mark.parametrize("name", all_but(EACH_TIME, LAYER_CASES))
 def test_one_program_for_any_batch_and_length(name):
-    layer = made(name)
+    layer = make_layer(name)
     program = export(
-        layer, (tokens(3, 40),), dynamic_shapes={"x": ANY}
+        layer, (hidden(3, 40),), dynamic_shapes={"x": ANY}
     ).module()
     for shape in ((1, 1), (2, 1), (1, 2), (4, 3), (3, 4), (5, 77)):
-        y, state = program(tokens(*shape))
-        y_ref, ref = layer(tokens(*shape))
+        y, state = program(hidden(*shape))
+        y_ref, ref = layer(hidden(*shape))
         assert isinstance(state, LayerState)
         torch.testing.assert_close(y, y_ref)
         torch.testing.assert_close(contents(state), contents(ref))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.graphs import in_one_graph
 from support.inputs import same
-from support.norm_inputs import heads, results
+from support.norm_inputs import norm_inputs, norm_results
 from support.refused import refused
 
 from fastweights.layers import OutputNorm
@@ -34,16 +34,16 @@ def literal(o, weight, gate=None, activation="silu", eps=1e-5):
 @pytest.mark.parametrize("activation", ["silu", "sigmoid", None])
 def test_it_is_the_formula(activation, groups):
     """An eps of the size of the squares, so that its place shows."""
-    x = heads(groups=groups, gate=activation is not None)
+    x = norm_inputs(groups=groups, gate=activation is not None)
     options = {"activation": activation, "eps": 0.5}
-    found = results(gated_rms_norm, x, **options)
-    same(found, results(literal, x, **options), 1e-14)
+    found = norm_results(gated_rms_norm, x, **options)
+    same(found, norm_results(literal, x, **options), 1e-14)
 
 
 @pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 def test_gradcheck(activation, groups):
-    x = heads(B=1, T=2, groups=groups)
+    x = norm_inputs(B=1, T=2, groups=groups)
     inputs = [t.detach().requires_grad_() for t in x.values()]
 
     def function(*inputs):
@@ -55,10 +55,12 @@ def test_gradcheck(activation, groups):
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_half_precision_is_rounded_once(autocast):
-    x = heads(T=40, dtype=torch.bfloat16, single=torch.float32)
+    x = norm_inputs(T=40, dtype=torch.bfloat16, single=torch.float32)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        found = results(gated_rms_norm, x)
-    ref = results(gated_rms_norm, {name: t.double() for name, t in x.items()})
+        found = norm_results(gated_rms_norm, x)
+    ref = norm_results(
+        gated_rms_norm, {name: t.double() for name, t in x.items()}
+    )
     assert found["y"].dtype == torch.bfloat16
     for name, t in x.items():
         assert found[f"d{name}"].dtype == t.dtype, name
@@ -69,7 +71,7 @@ def test_half_precision_is_rounded_once(autocast):
 @pytest.mark.parametrize("activation", ["silu", "sigmoid", None])
 def test_the_layer_calls_it(activation):
     """With a weight per group, which Mamba-2 puts in the other's place."""
-    x = heads(groups=True, gate=activation is not None)
+    x = norm_inputs(groups=True, gate=activation is not None)
     norm = OutputNorm(4, activation, eps=0.5)
     norm.weight = torch.nn.Parameter(x.pop("weight"))
     ref = literal(x["o"], norm.weight, x.get("gate"), activation, 0.5)
@@ -77,17 +79,17 @@ def test_the_layer_calls_it(activation):
 
 
 def test_a_call_without_a_token_has_gradients():
-    found = results(gated_rms_norm, heads(T=0))
+    found = norm_results(gated_rms_norm, norm_inputs(T=0))
     assert found["y"].shape == (2, 0, 12) and not found["dweight"].any()
 
 
 def test_in_one_compiled_graph():
-    x = heads()
+    x = norm_inputs()
     with in_one_graph(gated_rms_norm) as function:
-        same(results(function, x), results(gated_rms_norm, x), 1e-12)
+        same(norm_results(function, x), norm_results(gated_rms_norm, x), 1e-12)
 
 
-X = heads(dtype=torch.float32)
+X = norm_inputs(dtype=torch.float32)
 
 
 @refused("""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.layer_cases import CASES, contents, made, tokens
+from support.layer_cases import LAYER_CASES, contents, hidden, make_layer
 from support.operator_cases import EACH_OPERATOR, check_tail
 
 from fastweights.checks import relative_error
@@ -24,11 +24,11 @@ def test_loops_leave_it_at_zero(name):
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYER_CASES)
 def test_layers_read_nothing_of_it(name):
     """Its outputs are finite, and change neither states nor gradients."""
-    layer = made(name, torch.float64)
-    x, offsets = tokens(1, 20, dtype=torch.float64), torch.tensor([0, 5, 12])
+    layer = make_layer(name, torch.float64)
+    x, offsets = hidden(1, 20, dtype=torch.float64), torch.tensor([0, 5, 12])
 
     def run(x):
         layer.zero_grad()

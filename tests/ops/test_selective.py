@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from support.graphs import in_one_graph
 from support.inputs import results, same
 from support.pairwise import pairs
-from support.scan_inputs import selective_scan_fn, tokens
+from support.scan_inputs import scan_inputs, selective_scan_fn
 
 import fastweights as fw
 from fastweights import ops
@@ -62,7 +62,7 @@ def small_chunks(monkeypatch):
 
 
 def test_a_step_is_the_scan_of_one_token():
-    x = tokens(T=1)
+    x = scan_inputs(T=1)
     h, A = x["initial_state"], x["A"]
     named = {name: x[name][:, 0] for name in ("x", "dt", "B", "C")}
     found, y = steps.selective(h, A=A, **named)
@@ -71,7 +71,7 @@ def test_a_step_is_the_scan_of_one_token():
 
 
 def test_step_in_a_scan():
-    x = tokens()
+    x = scan_inputs()
     inputs = [x[name] for name in ("x", "dt", "A", "B", "C")]
     inputs[2] = x["A"].expand(2, 20, 3, 5)
     found = steps.scan(steps.selective, x["initial_state"], *inputs)
@@ -107,7 +107,7 @@ def test_it_is_the_explicit_sum(
             without = ("D",)
         given = {"cu_seqlens": torch.tensor(offsets, dtype=torch.int32)}
         sizes, T = {"batch": 1, "S": len(offsets) - 1}, 20
-    x = tokens(T=T, D=6, N=2, G=G, own=own, strength=strength, **sizes)
+    x = scan_inputs(T=T, D=6, N=2, G=G, own=own, strength=strength, **sizes)
     x = {name: t for name, t in x.items() if name not in without}
     given |= {"dt_softplus": own, "use": use}
     found = results(fw.selective_scan, x, backend=backend, **given)
@@ -115,14 +115,14 @@ def test_it_is_the_explicit_sum(
 
 
 def test_a_state_of_one_number():
-    x = tokens(T=13, D=2, N=1)
+    x = scan_inputs(T=13, D=2, N=1)
     same(results(fw.selective_scan, x), results(explicit, x), 1e-11)
 
 
 @pytest.mark.parametrize("T, D, N", [(130, 2, 3), (34, 300, 16)])
 def test_chunks_as_they_ship(T, D, N):
     """Of 64 tokens, and of 16 where a state is large."""
-    x = tokens(batch=1, T=T, D=D, N=N)
+    x = scan_inputs(batch=1, T=T, D=D, N=N)
     found = results(fw.selective_scan, x)
     same(found, results(fw.selective_scan, x, backend="loop"), 1e-11)
 
@@ -130,7 +130,7 @@ def test_chunks_as_they_ship(T, D, N):
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("backend", PYTORCH)
 def test_mambas_own_arguments(backend):
-    x = tokens(T=9, D=6, N=2, G=2, own=True)
+    x = scan_inputs(T=9, D=6, N=2, G=2, own=True)
     del x["initial_state"]
     found = results(fw.selective_scan, x, backend=backend, dt_softplus=True)
 
@@ -144,7 +144,7 @@ def test_mambas_own_arguments(backend):
 
 def test_steps_are_added_and_softened_in_single_precision():
     """A bias far above bf16's last bit of dt is not lost beside it."""
-    x = tokens(dtype=torch.bfloat16, own=True)
+    x = scan_inputs(dtype=torch.bfloat16, own=True)
     x["dt"] = (x["dt"] - 6).bfloat16()
     found = results(fw.selective_scan, x, dt_softplus=True)
     exact = {name: t.double() for name, t in x.items()}
@@ -159,7 +159,7 @@ def test_steps_are_added_and_softened_in_single_precision():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_gate_is_taken_in_single_precision(dtype, backend):
     """y is rounded once, after it: what is fp32 has gradients as in fp32."""
-    x = tokens(own=True, dtype=dtype)
+    x = scan_inputs(own=True, dtype=dtype)
     x["z"] = x["z"].float()
     options = {"dt_softplus": True, "backend": backend}
     found = results(fw.selective_scan, x, **options)
@@ -174,7 +174,7 @@ def test_the_gate_is_taken_in_single_precision(dtype, backend):
 @pytest.mark.parametrize("strength", [-1e3, -1e30])
 def test_nothing_overflows(strength):
     """Only a token's own write is left, and every gradient is finite."""
-    x = tokens(T=70, dtype=torch.float32, strength=strength)
+    x = scan_inputs(T=70, dtype=torch.float32, strength=strength)
     found = results(fw.selective_scan, x)
     ref = results(fw.selective_scan, x, backend="loop")
     assert all(t.isfinite().all() for t in found.values())
@@ -184,7 +184,7 @@ def test_nothing_overflows(strength):
 def test_a_chunk_at_a_time():
     """No tensor has the states of all tokens, and no exponent is positive."""
     T, D, N = 1024, 8, 16
-    x = tokens(batch=1, T=T, D=D, N=N, dtype=torch.float32)
+    x = scan_inputs(batch=1, T=T, D=D, N=N, dtype=torch.float32)
     x |= {name: x[name][:, :, None] for name in ("B", "C")}
     inputs = (*x.values(), None)
     chunks = T // 64
@@ -199,7 +199,7 @@ def test_a_chunk_at_a_time():
 
 def test_states_are_kept_for_a_backward_only():
     """One per chunk, and none of them without a gradient."""
-    x = tokens(batch=1, T=130, D=2, N=3)
+    x = scan_inputs(batch=1, T=130, D=2, N=3)
     B, C = x["B"][:, :, None], x["C"][:, :, None]
     inputs = (x["x"], x["dt"], x["A"], B, C, x["D"], x["initial_state"])
     packed = torch.tensor([0, 130])
@@ -220,7 +220,7 @@ def test_states_are_kept_where_a_gradient_is_asked_for(monkeypatch):
         return operator(*arguments)
 
     monkeypatch.setattr("fastweights.ops.selective.SCAN", record)
-    x = tokens(T=2)
+    x = scan_inputs(T=2)
     fw.selective_scan(**x)
     x["A"].requires_grad_()
     fw.selective_scan(**x)
@@ -230,7 +230,7 @@ def test_states_are_kept_where_a_gradient_is_asked_for(monkeypatch):
 
 
 def test_gradients_of_gradients():
-    x = tokens(batch=1, T=3, D=2, N=2)
+    x = scan_inputs(batch=1, T=3, D=2, N=2)
     *positional, state = (t.requires_grad_() for t in x.values())
 
     def function(initial_state, *inputs):
@@ -243,7 +243,7 @@ def test_gradients_of_gradients():
 
 
 def test_the_loop_has_tangents():
-    x = tokens(T=3)
+    x = scan_inputs(T=3)
 
     def loop(values):
         return fw.selective_scan(**x | {"x": values}, backend="loop")[0]
@@ -259,7 +259,7 @@ def test_the_loop_has_tangents():
 )
 def test_any_dtype_is_computed_in_fp32_at_least(dtype, single):
     """dt, A and D may be fp32 beside any x; arithmetic is in fp32."""
-    x = tokens(dtype=dtype)
+    x = scan_inputs(dtype=dtype)
     for name in ("dt", "A", "D"):
         x[name] = x[name].to(torch.float32 if single else dtype)
     found = results(fw.selective_scan, x)
@@ -276,7 +276,7 @@ def test_any_dtype_is_computed_in_fp32_at_least(dtype, single):
 @pytest.mark.parametrize("backend", ["auto", "torch", "loop"])
 def test_record_says_what_ran(backend):
     with ops.record_backends() as ran:
-        results(fw.selective_scan, tokens(), backend=backend)
+        results(fw.selective_scan, scan_inputs(), backend=backend)
     ref = ["torch forward", "torch backward"]
     assert ran == (["loop forward"] if backend == "loop" else ref)
 
@@ -326,14 +326,14 @@ WRONG = {
 )
 def test_what_does_not_fit_is_named(name, value, error, words):
     with pytest.raises(error, match=f"^{name}: got .*{words}"):
-        fw.selective_scan(**tokens() | {name: value})
+        fw.selective_scan(**scan_inputs() | {name: value})
 
 
 def test_refuses_a_batch_of_packed_sequences():
     packed = {"cu_seqlens": torch.tensor([0, 20])}
     with pytest.raises(ValueError, match=r"^x: got .* because cu_seqlens is"):
-        fw.selective_scan(**tokens(), **packed)
-    wrong = tokens(batch=1, S=2)
+        fw.selective_scan(**scan_inputs(), **packed)
+    wrong = scan_inputs(batch=1, S=2)
     with pytest.raises(ValueError, match=r"^initial_state: .*\[1, 3, 5\]"):
         fw.selective_scan(**wrong, **packed)
 
@@ -341,18 +341,20 @@ def test_refuses_a_batch_of_packed_sequences():
 @pytest.mark.parametrize("backend", ["cuda", None])
 def test_refuses_other_backends(backend):
     with pytest.raises(ValueError, match=r"backend: got .* 'triton', 'torch"):
-        fw.selective_scan(**tokens(), backend=backend)
+        fw.selective_scan(**scan_inputs(), backend=backend)
 
 
 def test_triton_says_what_it_needs():
     with pytest.raises(ValueError, match=r"tensors in float32, float16 or"):
-        fw.selective_scan(**tokens(), backend="triton")
+        fw.selective_scan(**scan_inputs(), backend="triton")
     with pytest.raises(ValueError, match="backend: got 'triton', which needs"):
-        fw.selective_scan(**tokens(dtype=torch.bfloat16), backend="triton")
+        fw.selective_scan(
+            **scan_inputs(dtype=torch.bfloat16), backend="triton"
+        )
 
 
 def test_the_loop_in_one_compiled_graph():
-    x = tokens(T=3)
+    x = scan_inputs(T=3)
     ref = results(fw.selective_scan, x, backend="loop")
     with in_one_graph(fw.selective_scan) as compiled:
         same(results(compiled, x, backend="loop"), ref, 1e-12)

@@ -5,15 +5,15 @@ import torch
 from support.serving_cases import (
     GPU,
     HYBRID,
-    LENGTHS,
+    OPTIONS,
     PATTERNS,
-    WAYS,
+    PROMPT_LENGTHS,
     generate_alone,
     make_engine,
-    make_model,
-    model,
-    prompts,
+    make_prompts,
+    make_served_model,
     run_engine,
+    served_model,
 )
 
 from fastweights.models import StatePool
@@ -27,16 +27,16 @@ def test_tokens_of_a_gpu(pattern, recorded, monkeypatch):
     """Those of a CPU: recorded, with any mixture of draws, and not."""
     if not recorded:
         monkeypatch.setattr(batch, "is_recordable", lambda *_: False)
-    e, made = make_engine(make_model(pattern).cuda()), []
-    for i, prompt in enumerate(prompts(*LENGTHS) * 2):
-        made.append((prompt, WAYS[i % len(WAYS)]))
-        made[-1] += (e.add(prompt, 9, **made[-1][1]),)
-        e.step()
-    run_engine(e)
-    assert bool(e.batch.recordings) == recorded
-    for prompt, way, request in made:
+    engine, asked = make_engine(make_served_model(pattern).cuda()), []
+    for i, prompt in enumerate(make_prompts(*PROMPT_LENGTHS) * 2):
+        asked.append((prompt, OPTIONS[i % len(OPTIONS)]))
+        asked[-1] += (engine.add(prompt, 9, **asked[-1][1]),)
+        engine.step()
+    run_engine(engine)
+    assert bool(engine.batch.recordings) == recorded
+    for prompt, way, request in asked:
         assert request.tokens == generate_alone(
-            model(pattern), prompt, 9, **way
+            served_model(pattern), prompt, 9, **way
         )
 
 
@@ -67,9 +67,9 @@ def test_what_kernels_read_is_recorded(pattern, widest, recorded, monkeypatch):
         return "triton" if q.shape[-1] <= widest else "torch"
 
     monkeypatch.setattr(batch, "recurrence_backend", chosen)
-    m = model(pattern)
-    pool = StatePool(m, 1, 16)
-    assert batch.can_record_prefills(m, pool) == recorded
+    model = served_model(pattern)
+    pool = StatePool(model, 1, 16)
+    assert batch.can_record_prefills(model, pool) == recorded
 
 
 @pytest.mark.parametrize("pattern", [("gated_deltanet",), ("mamba2",)])
@@ -77,15 +77,17 @@ def test_what_fills_a_read_up_changes_nothing(pattern, monkeypatch):
     """Tokens after all sequences, and rows that read none of them."""
     monkeypatch.setattr(batch, "Recording", Python)
     exact, filled = (
-        make_engine(model(pattern), size=4, prefill_tokens=40)
+        make_engine(served_model(pattern), size=4, prefill_tokens=40)
         for _ in range(2)
     )
     filled.batch.records_prefills = True
-    for i, prompt in enumerate(prompts(*LENGTHS)):
-        for e in (exact, filled):
-            e.add(prompt, 9, **WAYS[i % len(WAYS)])
+    for i, prompt in enumerate(make_prompts(*PROMPT_LENGTHS)):
+        for engine in (exact, filled):
+            engine.add(prompt, 9, **OPTIONS[i % len(OPTIONS)])
     while exact.busy:
-        new, ref = ([x for _, x in e.step()] for e in (filled, exact))
+        new, ref = (
+            [x for _, x in engine.step()] for engine in (filled, exact)
+        )
         assert new == ref
         for one, other in zip(
             filled.pool.states, exact.pool.states, strict=True
@@ -104,13 +106,15 @@ def test_what_fills_a_read_up_changes_nothing(pattern, monkeypatch):
     ],
 )
 def test_recorded_reads_are_those_in_python(pattern, recorded, monkeypatch):
-    m = make_model(pattern).to("cuda", torch.bfloat16)
+    model = make_served_model(pattern).to("cuda", torch.bfloat16)
 
     def answers():
-        e = make_engine(m, size=6, capacity=400, prefill_tokens=400)
-        made = [e.add(x, 9) for x in prompts(*LENGTHS, 300) * 4]
-        run_engine(e)
-        return [x.tokens for x in made], e.batch.prefills.values()
+        engine = make_engine(model, size=6, capacity=400, prefill_tokens=400)
+        requests = [
+            engine.add(x, 9) for x in make_prompts(*PROMPT_LENGTHS, 300) * 4
+        ]
+        run_engine(engine)
+        return [x.tokens for x in requests], engine.batch.prefills.values()
 
     tokens, reads = answers()
     assert any(x.recording.graph for x in reads) == recorded
@@ -120,20 +124,20 @@ def test_recorded_reads_are_those_in_python(pattern, recorded, monkeypatch):
 
 def test_a_row_draws_the_same_whichever_others_do():
     """Draws of whole distributions are no others beside top_p < 1."""
-    m = model(("gated_deltanet",))
-    (prompt,) = prompts(4)
+    model = served_model(("gated_deltanet",))
+    (prompt,) = make_prompts(4)
     way = {"temperature": 1.0, "seed": 7}
     found = []
     for others in ([], [{"temperature": 1.0, "top_p": 0.9}], [{}]):
-        e = make_engine(m)
-        request = e.add(prompt, 20, **way)
+        engine = make_engine(model)
+        request = engine.add(prompt, 20, **way)
         for to in others:
-            e.add(prompt, 20, **to)
-        run_engine(e)
+            engine.add(prompt, 20, **to)
+        run_engine(engine)
         found.append(request.tokens)
     assert (
         found[0]
         == found[1]
         == found[2]
-        == generate_alone(m, prompt, 20, **way)
+        == generate_alone(model, prompt, 20, **way)
     )

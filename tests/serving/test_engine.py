@@ -8,16 +8,16 @@ import pytest
 import torch
 from support.serving_cases import (
     GPU,
-    LENGTHS,
+    OPTIONS,
     PATTERNS,
-    WAYS,
+    PROMPT_LENGTHS,
     generate_alone,
     make_engine,
-    make_model,
-    model,
-    prompts,
+    make_prompts,
+    make_served_model,
     record_prefills,
     run_engine,
+    served_model,
 )
 
 from fastweights.serving.engine import STEPS_PER_PREFILL
@@ -30,45 +30,49 @@ patterns = pytest.mark.parametrize("pattern", PATTERNS, ids="-".join)
 def test_any_order_of_arrival_gives_the_tokens_of_each_alone(
     pattern, batch_invariant
 ):
-    m, some = model(pattern), prompts(*LENGTHS)
-    ways = [WAYS[i % len(WAYS)] for i in range(len(some))]
+    model, some = served_model(pattern), make_prompts(*PROMPT_LENGTHS)
+    ways = [OPTIONS[i % len(OPTIONS)] for i in range(len(some))]
     ref = [
-        generate_alone(m, x, 9, **to) for x, to in zip(some, ways, strict=True)
+        generate_alone(model, x, 9, **to)
+        for x, to in zip(some, ways, strict=True)
     ]
     for order in ([*range(7)], [5, 2, 0, 3, 6, 1, 4]):
-        e, made = make_engine(m, batch_invariant=batch_invariant), {}
+        engine, requests = (
+            make_engine(model, batch_invariant=batch_invariant),
+            {},
+        )
         found = {}
         for i in order:
-            made[i] = e.add(some[i], 9, **ways[i])
-            for request, token in e.step():
+            requests[i] = engine.add(some[i], 9, **ways[i])
+            for request, token in engine.step():
                 found.setdefault(request, []).append(token)
-        for request, tokens in run_engine(e).items():
+        for request, tokens in run_engine(engine).items():
             found.setdefault(request, []).extend(tokens)
-        for i, request in made.items():
+        for i, request in requests.items():
             assert request.tokens == ref[i] == found.get(request, [])
             full = len(ref[i]) == 9
             assert request.finish_reason == ("length" if full else "stop")
 
 
-def state_after(m, drawn, *, company, batch_invariant):
+def state_after(model, drawn, *, company, batch_invariant):
     """Of one request, in bits, that has drawn so many tokens."""
-    e = make_engine(
-        m,
+    engine = make_engine(
+        model,
         size=6,
         capacity=400,
         prefill_tokens=96,
         batch_invariant=batch_invariant,
     )
-    first, *others = prompts(221, 300, 1, 5, 9, 3, 12)
+    first, *others = make_prompts(221, 300, 1, 5, 9, 3, 12)
     for i, prompt in enumerate(others[:3] if company else []):
-        e.add(prompt, 20 + i, **WAYS[i])
-        e.step()
-    request = e.add(first, 20, temperature=1.0, seed=5)
+        engine.add(prompt, 20 + i, **OPTIONS[i])
+        engine.step()
+    request = engine.add(first, 20, temperature=1.0, seed=5)
     for i, prompt in enumerate(others[1:] * 2 if company else []):
-        e.add(prompt, 3 + i, **WAYS[i % len(WAYS)])
+        engine.add(prompt, 3 + i, **OPTIONS[i % len(OPTIONS)])
     while request.num_drawn < drawn:
-        e.step()
-    return e.pool.snapshot(request.row)
+        engine.step()
+    return engine.pool.snapshot(request.row)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -77,9 +81,9 @@ def state_after(m, drawn, *, company, batch_invariant):
 )
 def test_company_changes_no_bit_of_a_batch_invariant_state(pattern, dtype):
     """Not of mLSTM's on a CPU: of 17 columns, places decide how they add."""
-    m = make_model(pattern).to(dtype)
+    model = make_served_model(pattern).to(dtype)
     states = [
-        state_after(m, 12, company=company, batch_invariant=True)
+        state_after(model, 12, company=company, batch_invariant=True)
         for company in (False, True)
     ]
     for one, other in zip(*states, strict=True):
@@ -90,9 +94,9 @@ def test_company_changes_no_bit_of_a_batch_invariant_state(pattern, dtype):
 @GPU
 @pytest.mark.parametrize("pattern", PATTERNS, ids="-".join)
 def test_company_changes_no_bit_on_a_gpu(pattern):
-    m = make_model(pattern).to("cuda", torch.bfloat16)
+    model = make_served_model(pattern).to("cuda", torch.bfloat16)
     one, other = (
-        state_after(m, 12, company=company, batch_invariant=True)
+        state_after(model, 12, company=company, batch_invariant=True)
         for company in (False, True)
     )
     for x, y in zip(one, other, strict=True):
@@ -101,57 +105,58 @@ def test_company_changes_no_bit_on_a_gpu(pattern):
 
 
 def test_prompts_are_read_in_pieces_between_tokens():
-    e = make_engine(size=4)
-    short, *rest = prompts(4, 30, 12, 3)
-    first = e.add(short, 20)
-    e.step()
-    sizes = record_prefills(e)
+    engine = make_engine(size=4)
+    short, *rest = make_prompts(4, 30, 12, 3)
+    first = engine.add(short, 20)
+    engine.step()
+    sizes = record_prefills(engine)
     for prompt in rest:
-        e.add(prompt, 5)
+        engine.add(prompt, 5)
     for _ in range(6):
-        e.step()
+        engine.step()
         assert sum(sizes[-1]) <= 8
     assert sizes == [[8], [8], [8], [5, 3], [5, 2], [3]]
     assert first.num_drawn == 7
-    run_engine(e)
+    run_engine(engine)
 
 
 def test_where_rows_are_scarce_prompts_are_read_together():
     """Many rows that go on wait for no prompt alone, if it waits not long."""
-    e, some = make_engine(size=8, prefill_tokens=32), prompts(*[5] * 12)
+    engine = make_engine(size=8, prefill_tokens=32)
+    some = make_prompts(*[5] * 12)
     for prompt in some[:8]:
-        e.add(prompt, 4)
-    sizes = record_prefills(e)
-    e.step()
+        engine.add(prompt, 4)
+    sizes = record_prefills(engine)
+    engine.step()
     for prompt in some[8:]:
-        e.add(prompt, 40)
-    run_engine(e)
+        engine.add(prompt, 40)
+    run_engine(engine)
     assert sizes == [[4] * 8, [4] * 4]
     for others, steps in ([8], 8 * STEPS_PER_PREFILL), ([], 1):
-        e = make_engine(size=8)
+        engine = make_engine(size=8)
         for prompt in some[:7]:
-            e.add(prompt, 40)
-        while len(e.running) < 7:
-            e.step()
-        last, late = e.running[-1], e.add(some[7], 2)
+            engine.add(prompt, 40)
+        while len(engine.running) < 7:
+            engine.step()
+        last, late = engine.running[-1], engine.add(some[7], 2)
         for i in others:
-            e.add(some[i], 2)
+            engine.add(some[i], 2)
         while not late.num_drawn:
-            e.step()
+            engine.step()
         assert last.num_drawn == 1 + steps
 
 
 def test_a_full_pool_has_requests_wait_in_turn():
-    e, some = make_engine(size=2), prompts(*[5] * 7)
-    requests = [e.add(prompt, 3) for prompt in some]
+    engine, some = make_engine(size=2), make_prompts(*[5] * 7)
+    requests = [engine.add(prompt, 3) for prompt in some]
     assert [x.done for x in requests] == [False] * 7
     assert [x.unread for x in requests] == [4] * 7
-    e.step()
+    engine.step()
     assert [x.unread for x in requests] == [0] * 2 + [4] * 5
     ended = []
-    while e.busy:
-        assert len(e.running) + len(e.prefilling) <= 2
-        e.step()
+    while engine.busy:
+        assert len(engine.running) + len(engine.prefilling) <= 2
+        engine.step()
         ended += [x for x in requests if x.done and x not in ended]
     assert ended == requests and not any(x.unread for x in requests)
 
@@ -159,7 +164,7 @@ def test_a_full_pool_has_requests_wait_in_turn():
 @pytest.mark.parametrize("call", range(1, 16))
 def test_a_step_that_raises_loses_no_row_and_no_token(call):
     """Whatever it was doing: those whose states are half new begin anew."""
-    m, calls = make_model(), 0
+    model, calls = make_served_model(), 0
 
     def raises(*_):
         nonlocal calls
@@ -167,39 +172,41 @@ def test_a_step_that_raises_loses_no_row_and_no_token(call):
         if calls == call:
             raise RuntimeError("no memory, say")
 
-    some = prompts(20, 3, 11, 1)
-    ref = [generate_alone(m, x, 5, 1.0, seed=i) for i, x in enumerate(some)]
-    e, found, raised = make_engine(m), {}, 0
-    m.blocks[1].mlp.register_forward_hook(raises)
+    some = make_prompts(20, 3, 11, 1)
+    ref = [
+        generate_alone(model, x, 5, 1.0, seed=i) for i, x in enumerate(some)
+    ]
+    engine, found, raised = make_engine(model), {}, 0
+    model.blocks[1].mlp.register_forward_hook(raises)
     requests = [
-        e.add(prompt, 5, temperature=1.0, seed=i)
+        engine.add(prompt, 5, temperature=1.0, seed=i)
         for i, prompt in enumerate(some)
     ]
-    while e.busy:
+    while engine.busy:
         try:
-            for request, token in e.step():
+            for request, token in engine.step():
                 found.setdefault(request, []).append(token)
         except RuntimeError:
             raised += 1
-            held = {x.row for x in (*e.prefilling, *e.running)}
-            assert not held & e.pool.free.keys()
-            assert len(held) + len(e.pool.free) == 3
-    assert raised == 1 and len(e.pool.free) == 3
+            held = {x.row for x in (*engine.prefilling, *engine.running)}
+            assert not held & engine.pool.free.keys()
+            assert len(held) + len(engine.pool.free) == 3
+    assert raised == 1 and len(engine.pool.free) == 3
     assert [x.tokens for x in requests] == ref == [found[x] for x in requests]
 
 
 def test_logits_that_are_not_finite_end_their_request_alone():
-    m = make_model(tie_embeddings=False)
-    some = prompts(9, 14, 5)
+    model = make_served_model(tie_embeddings=False)
+    some = make_prompts(9, 14, 5)
     bad = int(some[1][3])
     some = [
         x if i == 1 else x.where(x != bad, bad - 1) for i, x in enumerate(some)
     ]
-    ref = [generate_alone(m, x, 6) for x in some]
-    m.embedding.weight.data[bad] = torch.nan
-    e = make_engine(m, size=2)
-    requests = [e.add(x, 6) for x in some]
-    run_engine(e)
+    ref = [generate_alone(model, x, 6) for x in some]
+    model.embedding.weight.data[bad] = torch.nan
+    engine = make_engine(model, size=2)
+    requests = [engine.add(x, 6) for x in some]
+    run_engine(engine)
     assert requests[1].finish_reason == "not finite" and not requests[1].tokens
     for i in (0, 2):
         n = ref[i].index(bad) + 1 if bad in ref[i] else 6
@@ -223,19 +230,20 @@ def test_logits_that_are_not_finite_end_their_request_alone():
     ],
 )
 def test_what_an_engine_does_not_take(refused, kind, message):
-    e = make_engine()
+    engine = make_engine()
     options = {"prompt": torch.arange(5), "max_new_tokens": 9} | refused
     with pytest.raises(kind, match=f"^{message}"):
-        e.add(**options)
-    assert not e.busy
+        engine.add(**options)
+    assert not engine.busy
 
 
 def test_a_model_whose_states_stay_takes_any_length():
-    e = make_engine(model(("gated_deltanet",)), capacity=1)
-    request = e.add(torch.arange(20), 12)
-    run_engine(e)
+    engine = make_engine(served_model(("gated_deltanet",)), capacity=1)
+    request = engine.add(torch.arange(20), 12)
+    run_engine(engine)
     assert len(request.tokens) == 12
-    assert e.add(torch.arange(3), 0).finish_reason == "length" and not e.busy
+    assert engine.add(torch.arange(3), 0).finish_reason == "length"
+    assert not engine.busy
 
 
 def tensor_bytes():
@@ -254,21 +262,21 @@ def bytes_of_states(prefixes):
 )
 def test_thousands_of_requests_and_steps_in_any_order(steps):
     """Added, forked, cancelled: each right, nothing lost, memory as before."""
-    m = model(("gated_deltanet",), num_layers=1, dim=8, head_dim=4)
-    e, draw = make_engine(m, prefix_bytes=3000), random.Random(0)
-    answer = functools.cache(functools.partial(generate_alone, m))
-    texts = [tuple(x.tolist()) for x in prompts(1, 2, 9, 17, 30, 8)]
+    model = served_model(("gated_deltanet",), num_layers=1, dim=8, head_dim=4)
+    engine, draw = make_engine(model, prefix_bytes=3000), random.Random(0)
+    answer = functools.cache(functools.partial(generate_alone, model))
+    texts = [tuple(x.tolist()) for x in make_prompts(1, 2, 9, 17, 30, 8)]
     begun, came, ended = {}, {}, 0
-    e.add(torch.arange(3), 3)
-    run_engine(e)
-    before = tensor_bytes() - bytes_of_states(e.prefix_cache)
+    engine.add(torch.arange(3), 3)
+    run_engine(engine)
+    before = tensor_bytes() - bytes_of_states(engine.prefix_cache)
 
     def begin(request):
         begun[request] = len(request.tokens)
         came[request] = [*request.tokens]
 
     def step():
-        for request, token in e.step():
+        for request, token in engine.step():
             came[request].append(token)
         for request in [x for x in begun if x.done]:
             shared, tokens = begun.pop(request), request.tokens
@@ -288,10 +296,10 @@ def test_thousands_of_requests_and_steps_in_any_order(steps):
             assert came.pop(request) == tokens == tokens[:shared] + ref
 
     for _ in range(steps):
-        what, room = draw.random(), len(e.waiting) < 5
+        what, room = draw.random(), len(engine.waiting) < 5
         if what < 0.2 and room:
-            way = draw.choice(WAYS[:4])
-            begin(e.add(torch.tensor(draw.choice(texts)), 10, **way))
+            way = draw.choice(OPTIONS[:4])
+            begin(engine.add(torch.tensor(draw.choice(texts)), 10, **way))
             ended += 1
         elif what < 0.25 and begun:
             draw.choice([*begun]).cancel()
@@ -301,9 +309,9 @@ def test_thousands_of_requests_and_steps_in_any_order(steps):
                 begin(fork)
         else:
             step()
-    while e.busy:
+    while engine.busy:
         step()
     assert not begun and not came and ended > steps // 10
-    assert sorted(e.pool.free) == [0, 1, 2]
-    assert 0 < e.prefix_cache.nbytes <= 3000
-    assert tensor_bytes() == before + bytes_of_states(e.prefix_cache)
+    assert sorted(engine.pool.free) == [0, 1, 2]
+    assert 0 < engine.prefix_cache.nbytes <= 3000
+    assert tensor_bytes() == before + bytes_of_states(engine.prefix_cache)

@@ -7,11 +7,11 @@ import torch
 from support.serving_cases import (
     generate_alone,
     make_engine,
-    make_model,
-    model,
-    prompts,
+    make_prompts,
+    make_served_model,
     record_prefills,
     run_engine,
+    served_model,
 )
 
 from fastweights.serving.prefixes import PrefixCache, PrefixHasher
@@ -19,17 +19,19 @@ from fastweights.serving.prefixes import PrefixCache, PrefixHasher
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_a_prompt_goes_on_from_one_that_began_alike(batch_invariant):
-    m = model()
-    (text,) = prompts(40)
-    e = make_engine(m, prefix_bytes=10**6, batch_invariant=batch_invariant)
-    sizes = record_prefills(e)
+    model = served_model()
+    (text,) = make_prompts(40)
+    engine = make_engine(
+        model, prefix_bytes=10**6, batch_invariant=batch_invariant
+    )
+    sizes = record_prefills(engine)
 
     def reads(*prompt):
         prompt = torch.tensor([int(t) for t in prompt])
         sizes.clear()
-        request = e.add(prompt, 4)
-        run_engine(e)
-        assert request.tokens == generate_alone(m, prompt, 4)
+        request = engine.add(prompt, 4)
+        run_engine(engine)
+        assert request.tokens == generate_alone(model, prompt, 4)
         return sum(map(sum, sizes))
 
     assert reads(*text[:20]) == 19
@@ -37,16 +39,16 @@ def test_a_prompt_goes_on_from_one_that_began_alike(batch_invariant):
     assert reads(*text[:30]) == (29 - 16 if batch_invariant else 29 - 19)
     assert reads(*text[:10], 0, 0) == 11 - 8
     assert reads(*text[1:20]) == 18
-    assert e.prefix_cache.nbytes <= 10**6
+    assert engine.prefix_cache.nbytes <= 10**6
 
 
 def test_prefixes_are_bounded_and_the_least_used_goes():
-    e, some = make_engine(prefix_bytes=1), prompts(9, 9, 9)
-    e.add(some[0], 1)
-    run_engine(e)
-    assert len(e.prefix_cache) == e.prefix_cache.nbytes == 0
-    e = make_engine(prefix_bytes=10**6)
-    one = e.pool.snapshot(e.pool.acquire())
+    engine, some = make_engine(prefix_bytes=1), make_prompts(9, 9, 9)
+    engine.add(some[0], 1)
+    run_engine(engine)
+    assert len(engine.prefix_cache) == engine.prefix_cache.nbytes == 0
+    engine = make_engine(prefix_bytes=10**6)
+    one = engine.pool.snapshot(engine.pool.acquire())
     first, second, third = (PrefixHasher().key([n], 1) for n in range(3))
     size = len(first.digest) + sum(state.nbytes for state in one)
     few = PrefixCache(2 * size)
@@ -67,18 +69,20 @@ def test_a_key_is_the_same_whatever_was_hashed_before():
 
 def test_a_long_prompts_keys_take_memory_by_its_length_alone():
     """One of 131,072 tokens, read 2,048 at a time: 64 keys, all counted."""
-    e = make_engine(
-        make_model(("gated_deltanet",), num_layers=1, dim=8, head_dim=4),
+    engine = make_engine(
+        make_served_model(
+            ("gated_deltanet",), num_layers=1, dim=8, head_dim=4
+        ),
         prefill_tokens=2048,
         prefix_bytes=10**6,
     )
-    (prompt,) = prompts(2**17)
-    e.add(prompt, 1)
+    (prompt,) = make_prompts(2**17)
+    engine.add(prompt, 1)
     tracemalloc.start()
-    run_engine(e)
+    run_engine(engine)
     host, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(e.prefix_cache) == 64
-    one = e.prefix_cache.longest(prompt.tolist()[:4096])
-    assert e.prefix_cache.nbytes == 64 * (32 + sum(x.nbytes for x in one))
+    assert len(engine.prefix_cache) == 64
+    one = engine.prefix_cache.longest(prompt.tolist()[:4096])
+    assert engine.prefix_cache.nbytes == 64 * (32 + sum(x.nbytes for x in one))
     assert host < 2**20  # a single copy of the prompt has as many

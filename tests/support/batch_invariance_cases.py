@@ -12,7 +12,9 @@ EDGES = "initial_state", "dstate"
 Tensors = dict[str, Tensor]
 
 
-def drawn(gate, rule, edges, B, T, seed, dtype, device, **sizes) -> Tensors:
+def case_inputs(
+    gate, rule, edges, B, T, seed, dtype, device, **sizes
+) -> Tensors:
     """Inputs, gradients of o and, of ``edges``, states and their gradients.
 
     Gates are weak: what enters a segment is seen behind it.
@@ -31,7 +33,7 @@ def drawn(gate, rule, edges, B, T, seed, dtype, device, **sizes) -> Tensors:
     }
 
 
-def computed(x: Tensors, calls=None, **options) -> Tensors:
+def results_of_calls(x: Tensors, calls=None, **options) -> Tensors:
     """Results and gradients, in several ``calls`` of so many tokens each."""
     leaves = {
         name: t.detach().requires_grad_()
@@ -65,7 +67,7 @@ def computed(x: Tensors, calls=None, **options) -> Tensors:
 def in_company(x: Tensors, rows: Tensors, packed: list[Tensors], **options):
     """Results of x among two ``rows``, and between two that are ``packed``."""
     batch = {n: torch.cat([t[:1], x[n], t[1:]]) for n, t in rows.items()}
-    found = computed(batch, **options)
+    found = results_of_calls(batch, **options)
     yield {n: t[1:2] for n, t in found.items()}
 
     packed.insert(1, x)
@@ -74,31 +76,33 @@ def in_company(x: Tensors, rows: Tensors, packed: list[Tensors], **options):
     pack = {
         n: torch.cat([y[n] for y in packed], 0 if n in EDGES else 1) for n in x
     }
-    found = computed(pack, cu_seqlens=offsets, **options)
+    found = results_of_calls(pack, cu_seqlens=offsets, **options)
     yield {
         n: t[1:2] if n.endswith("state") else t[:, ends[1] : ends[2]]
         for n, t in found.items()
     }
 
 
-def check(gate, rule, edges, T, others, segment, sizes, **options) -> None:
+def check_invariance(
+    gate, rule, edges, T, others, segment, sizes, **options
+) -> None:
     """The same bits alone, in company, and cut where segments end.
 
     Beside one of T tokens are two more in a batch, or two others in a pack;
     without a ``segment`` it is not cut.
     """
     x, rows, *packed = (
-        drawn(gate, rule, edges, B, n, seed, **sizes)
+        case_inputs(gate, rule, edges, B, n, seed, **sizes)
         for seed, (B, n) in enumerate([(1, T), (2, T), *others])
     )
-    want = computed(x, **options)
+    want = results_of_calls(x, **options)
     found = [*in_company(x, rows, packed, **options)]
     if segment:
         whole, rest = divmod(T, segment)
         calls = [segment] * whole + [rest] * (rest > 0)
-        found.append(computed(x, calls, **options))
+        found.append(results_of_calls(x, calls, **options))
         calls = [T - calls[-1], calls[-1]]
-        found.append(computed(x, calls, **options))
+        found.append(results_of_calls(x, calls, **options))
     for other in found:
         differ = [n for n in want if not torch.equal(other[n], want[n])]
         assert not differ, differ

@@ -67,7 +67,7 @@ SHORT = {
 }
 
 # The classes' prefix, and what they are configured with.
-MODELS = {
+TINY_MODELS = {
     "qwen3_next": ("Qwen3Next", GDN | MIXTURE),
     "qwen3_5": ("Qwen3_5", GDN),
     "olmo_hybrid": ("OlmoHybrid", GDN | {"linear_num_key_heads": 8}),
@@ -150,14 +150,14 @@ def modeling(name):
     )
 
 
-def with_spread_gates(made):
+def with_spread_gates(model):
     """The same model: its gates forget over many tokens, or over few."""
-    for key, x in made.named_parameters():
+    for key, x in model.named_parameters():
         if key.endswith("A_log"):
             x.data.uniform_(-6, 0)
         elif key.endswith("dt_bias"):
             x.data.normal_()
-    return made
+    return model
 
 
 class InDouble(TorchFunctionMode):

@@ -7,7 +7,7 @@ from fastweights.ops.convolution import convolve_heads
 HEADS = {"heads": (2, 3), "sizes": (3, 2)}  # 18 channels
 
 
-def tokens(
+def convolution_inputs(
     *,
     B=2,
     T=9,

@@ -53,7 +53,7 @@ class Case(NamedTuple):
     learner: Callable[..., Any]
 
 
-def tokens(T: int, **sizes: int) -> dict[str, torch.Tensor]:
+def per_token(T: int, **sizes: int) -> dict[str, torch.Tensor]:
     """Named after their last dimensions; sizes of 0 are rates in (0, 1)."""
     return {
         name: torch.randn(B, T, H, n, **DOUBLE)
@@ -63,23 +63,23 @@ def tokens(T: int, **sizes: int) -> dict[str, torch.Tensor]:
     }
 
 
-def weights(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+def per_head(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
     return {
         name: 0.7 * torch.randn(H, *shape, **DOUBLE)
         for name, shape in shapes.items()
     }
 
 
-def rows_of(start):
+def per_sequence(start):
     """The first weights, once per sequence."""
     return tree_map(lambda W: W.expand(B, *W.shape), start)
 
 
 def zeros(start):
-    return tree_map(torch.zeros_like, rows_of(start))
+    return tree_map(torch.zeros_like, per_sequence(start))
 
 
-def layers(x):
+def network_layers(x):
     found = [(x["W1"], x["b1"])]
     return [*found, (x["W2"], x["b2"])] if "W2" in x else found
 
@@ -91,22 +91,24 @@ def ttt(depth: int) -> Case:
         if depth == 2:
             shapes = {"W1": (K, hidden), "b1": (hidden,)}
             shapes |= {"W2": (hidden, K), "b2": (K,)}
-        found = tokens(T, q=K, k=K, v=K, rate=0)
-        found |= weights(**shapes, gamma=(K,), bias=(K,))
-        return found | {"step_scale": 0.2 + torch.rand(C, **DOUBLE)}
+        x = per_token(T, q=K, k=K, v=K, rate=0)
+        x |= per_head(**shapes, gamma=(K,), bias=(K,))
+        return x | {"step_scale": 0.2 + torch.rand(C, **DOUBLE)}
 
     def chunked(x, **options):
         norm = x["gamma"], x["bias"]
         tokens = (x[name] for name in ("q", "k", "v", "rate"))
-        return deep.ttt(*tokens, layers(x), norm, x["step_scale"], **options)
+        return deep.ttt(
+            *tokens, network_layers(x), norm, x["step_scale"], **options
+        )
 
     def learner(x):
-        T, start = x["q"].shape[1], tuple(layers(x))
+        T, start = x["q"].shape[1], tuple(network_layers(x))
         model = normed(network(), x["gamma"], x["bias"])
         step = online_learner(model, squared_error, summed(sgd, C))
         row = x["step_scale"][torch.arange(T) % C][:, None].expand(B, T, H)
         given = x["q"], x["k"], x["v"] - x["k"], x["rate"], row
-        o, state = learn(step, (rows_of(start), None), *given)
+        o, state = learn(step, (per_sequence(start), None), *given)
         return x["q"] + o, state
 
     return Case(draw, chunked, learner)
@@ -121,24 +123,26 @@ def titans(depth: int, norm: bool = False) -> Case:
             shapes |= {"W2": (hidden, V), "b2": (V,)}
         if norm:
             shapes |= {"gamma": (V,), "bias": (V,)}
-        found = tokens(T, q=K, k=K, v=V, rate=0, momentum=0, g=0)
-        found |= {"rate": 0.1 * found["rate"], "g": -found["g"]}
-        return found | weights(**shapes)
+        x = per_token(T, q=K, k=K, v=V, rate=0, momentum=0, g=0)
+        x |= {"rate": 0.1 * x["rate"], "g": -x["g"]}
+        return x | per_head(**shapes)
 
     def chunked(x, **options):
         names = ("q", "k", "v", "rate", "momentum", "g")
         behind = (x["gamma"], x["bias"]) if norm else None
         tokens = (x[name] for name in names)
-        return deep.titans(*tokens, layers(x), behind, chunk_size=C, **options)
+        return deep.titans(
+            *tokens, network_layers(x), behind, chunk_size=C, **options
+        )
 
     def learner(x):
         model = network()
         if norm:
             model = normed(model, x["gamma"], x["bias"])
         step = online_learner(model, squared_error, stale(momentum_sgd, C))
-        start = tuple(layers(x))
+        start = tuple(network_layers(x))
         names = ("q", "k", "v", "rate", "momentum", "g")
-        state = rows_of(start), zeros(start)
+        state = per_sequence(start), zeros(start)
         return learn(step, state, *(x[name] for name in names))
 
     return Case(draw, chunked, learner)
@@ -158,10 +162,10 @@ def prenormed(optimiser, project):
 
 def lact(with_muon: bool, momentum: bool, prenorm: bool = False) -> Case:
     def draw(T):
-        found = tokens(T, q=K, k=K, v=V, rate=0, rate1=0, rate2=0)
+        x = per_token(T, q=K, k=K, v=V, rate=0, rate1=0, rate2=0)
         if momentum:
-            found |= tokens(T, momentum=0)
-        return found | weights(W1=(K, 6), W2=(6, V), W3=(K, 6))
+            x |= per_token(T, momentum=0)
+        return x | per_head(W1=(K, 6), W2=(6, V), W3=(K, 6))
 
     def start(x):
         return x["W1"], x["W2"], x["W3"]
@@ -178,7 +182,7 @@ def lact(with_muon: bool, momentum: bool, prenorm: bool = False) -> Case:
         return momentum_sgd(params, gradient, memory, one, momentum, none)
 
     def learner(x):
-        first = rows_of(start(x))
+        first = per_sequence(start(x))
         wrap = prenormed if prenorm else projected
         step = wrap(muon if with_muon else plain, norms_of(first))
         step = online_learner(
@@ -206,9 +210,9 @@ def mesa() -> Case:
     names = ("q", "k", "v", "g", "beta")
 
     def draw(T):
-        found = tokens(T, q=K, k=K, v=V, g=0, beta=0)
+        x = per_token(T, q=K, k=K, v=V, g=0, beta=0)
         ridge = 0.25 + torch.rand(H, K, **DOUBLE)
-        return found | {"g": -0.3 * found["g"], "ridge": ridge}
+        return x | {"g": -0.3 * x["g"], "ridge": ridge}
 
     def chunked(x, **options):
         tokens = (x[name] for name in names)
@@ -220,12 +224,12 @@ def mesa() -> Case:
         T = x["q"].shape[1]
         ridge = x["ridge"].expand(B, T, H, K)
         given = x["q"], x["k"], x["v"], x["beta"], x["g"], ridge
-        return learn(step, rows_of(start), *given)
+        return learn(step, per_sequence(start), *given)
 
     return Case(draw, chunked, learner)
 
 
-CASES = {
+DEEP_CASES = {
     "ttt-linear": ttt(1),
     "ttt-mlp": ttt(2),
     "titans-linear": titans(1),
@@ -239,6 +243,6 @@ CASES = {
 }
 
 
-def drawn(name: str, T: int, seed: int = 0) -> dict[str, torch.Tensor]:
+def deep_inputs(name: str, T: int, seed: int = 0) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
-    return CASES[name].draw(T)
+    return DEEP_CASES[name].draw(T)

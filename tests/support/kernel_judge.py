@@ -36,7 +36,7 @@ HALF = {"o": 5e-3, "state": 5e-3, "dq": 8e-3, "dk": 8e-3, "dv": 8e-3}
 HALF |= {"dinitial_state": 8e-3, "derase_key": 8e-3, "dg": 2e-2, "dbeta": 2e-2}
 
 
-def state_results(run, x, backend, use="both", **options):
+def deep_results(run, x, backend, use="both", **options):
     """o, the state and every input's gradient, of x as the dict that it is."""
     x = {name: t.detach().requires_grad_() for name, t in x.items()}
     found = dict(zip(("o", "state"), run(x, backend, **options), strict=True))

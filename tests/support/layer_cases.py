@@ -29,7 +29,7 @@ from fastweights.layers import (
 
 D = 8
 # fmt: off
-CASES: dict[str, Callable[..., torch.nn.Module]] = {
+LAYER_CASES: dict[str, Callable[..., torch.nn.Module]] = {
     "deltanet": partial(DeltaNet, D, 2),
     "deltanet-options": partial(DeltaNet, D, 2, 3, expand_v=4 / 3,
         conv_size=None, allow_neg_eigval=True, output_gate=True),
@@ -92,7 +92,9 @@ CASES: dict[str, Callable[..., torch.nn.Module]] = {
 # fmt: on
 
 
-def made(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+def make_layer(
+    name: str, dtype: torch.dtype = torch.float32
+) -> torch.nn.Module:
     """The layer, with random numbers for what starts as a constant.
 
     Ones and zeros would hide where a weight is used, and gates that start
@@ -101,7 +103,7 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     behind it bends within such steps as finite differences take.
     """
     torch.manual_seed(sum(map(ord, name)))
-    layer = CASES[name](dtype=dtype)
+    layer = LAYER_CASES[name](dtype=dtype)
     with torch.no_grad():
         for key, p in layer.named_parameters():
             last = key.rpartition(".")[2]
@@ -126,7 +128,7 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     return layer
 
 
-def tokens(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32):
+def hidden(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, D, generator=generator, dtype=dtype)
 

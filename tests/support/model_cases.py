@@ -14,7 +14,7 @@ KINDS = sorted(  # without what experiments and tests have added
 HYBRID = ("gated_deltanet", "gla", "softmax")
 
 
-def config(pattern=HYBRID, **changes):
+def make_config(pattern=HYBRID, **changes):
     fields = {
         "vocab_size": 71,
         "dim": 32,
@@ -31,11 +31,11 @@ def config(pattern=HYBRID, **changes):
     return ModelConfig(pattern=pattern, **fields | changes)
 
 
-def model(pattern=HYBRID, seed=0, **changes):
+def make_model(pattern=HYBRID, seed=0, **changes):
     torch.manual_seed(seed)
-    return LanguageModel(config(pattern, **changes))
+    return LanguageModel(make_config(pattern, **changes))
 
 
-def text(*shape, seed=1):
+def token_ids(*shape, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(71, shape, generator=generator)

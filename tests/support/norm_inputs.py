@@ -3,7 +3,7 @@
 import torch
 
 
-def heads(
+def norm_inputs(
     *,
     B=2,
     T=5,
@@ -31,7 +31,7 @@ def heads(
     return x
 
 
-def results(function, inputs, **options):
+def norm_results(function, inputs, **options):
     """y and every input's gradient, from a fixed random loss."""
     x = {name: t.detach().requires_grad_() for name, t in inputs.items()}
     y = function(**x, **options)

@@ -19,7 +19,7 @@ from fastweights.kernels.recurrence.schedule import (
 from fastweights.torch_internals import version_of
 
 # Shared memory one program may have, in bytes, by compute capability.
-SHARED = {
+SHARED_MEMORY = {
     80: 166912,
     86: 101376,
     89: 101376,
@@ -33,7 +33,7 @@ TENSOR_MEMORY = 512
 # Hopper and Blackwell's data centre GPU, whose products are their own; and
 # those that differ from one another in memory and registers only.
 LEADING = (90, 100)
-OTHERS = tuple(x for x in SHARED if x not in LEADING)
+OTHERS = tuple(x for x in SHARED_MEMORY if x not in LEADING)
 DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -112,14 +112,14 @@ AS_RECORDED = version_of(triton) == (3, 7)
 MORE_BYTES, MORE_REGISTERS = (0, 0) if AS_RECORDED else (32, 10)
 
 
-def judge(compiled, capability, folder, spilled, *, set_addresses=True):
+def check_fits(compiled, capability, folder, spilled, *, set_addresses=True):
     """It fits, spills at most so many bytes, and every address is set."""
     cubin = compiled.asm["cubin"]
     usage = cuobjdump(cubin, "-res-usage", folder)
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
     shared = compiled.metadata.shared
     print(shared, "shared bytes", registers, "registers", stack, "spilled")
-    assert shared <= SHARED[capability]
+    assert shared <= SHARED_MEMORY[capability]
     assert (getattr(compiled.metadata, "tmem_size", 0) or 0) <= TENSOR_MEMORY
     assert int(stack) <= spilled + MORE_BYTES
     assert not overtaking_copies(compiled.asm["ttgir"])

@@ -39,18 +39,18 @@ def family(gate: str, rule: str) -> Operator:
     return Operator(draw, fw.linear_recurrence, whole)
 
 
-def mlstm(T: int, N: int) -> Inputs:
+def mlstm_inputs(T: int, N: int) -> Inputs:
     x = member_inputs("head", "delta", T=T, K=K, V=V)
     x.pop("initial_state")
     return x | {"i": x.pop("beta")}
 
 
-def normalised(T: int, N: int) -> Inputs:
+def normalised_inputs(T: int, N: int) -> Inputs:
     x = member_inputs("none", "additive", T=T, K=K, V=V)
     return {name: x[name] for name in "qkv"} | {"q": x["q"].abs()}
 
 
-def convolution(T: int, N: int) -> Inputs:
+def short_convolution_inputs(T: int, N: int) -> Inputs:
     torch.manual_seed(0)
     sizes = {"x": (1, T, 8), "weight": (8, 3), "initial_state": (N, 2, 8)}
     return {name: torch.randn(shape) for name, shape in sizes.items()} | {
@@ -58,7 +58,7 @@ def convolution(T: int, N: int) -> Inputs:
     }
 
 
-def selective(T: int, N: int) -> Inputs:
+def selective_inputs(T: int, N: int) -> Inputs:
     torch.manual_seed(0)
     per_token = {"x": 4, "dt": 4, "z": 4, "B": 5, "C": 5}
     x = {name: torch.randn(1, T, D) for name, D in per_token.items()}
@@ -67,7 +67,7 @@ def selective(T: int, N: int) -> Inputs:
     return x | whole | states
 
 
-def solved(T: int, N: int) -> Inputs:
+def mesa_inputs(T: int, N: int) -> Inputs:
     x = member_inputs("head", "delta", T=T, H=2, K=K, V=V)
     x.pop("initial_state")
     x["q"] = F.normalize(x["q"], dim=-1)
@@ -82,37 +82,37 @@ OPERATORS = {
     "deltanet": family("none", "delta"),
     "gated_deltanet": family("head", "delta"),
     "kda": family("channel", "delta"),
-    "mlstm": Operator(mlstm, fw.mlstm, ()),
+    "mlstm": Operator(mlstm_inputs, fw.mlstm, ()),
     "normalised": Operator(
-        normalised,
+        normalised_inputs,
         lambda **x: fw.linear_attention(**x, normalize=True, eps=0.0),
         (),
     ),
     "short_convolution": Operator(
-        convolution,
+        short_convolution_inputs,
         short_convolution,
         ("weight", "bias", "initial_state"),
         narrowed=(),
     ),
     "convolve_heads": Operator(
-        convolution,
+        short_convolution_inputs,
         lambda **x: convolve_heads(**x, heads=(1, 1), sizes=(3, 2)),
         ("weight", "bias", "initial_state"),
         narrowed=(),
     ),
     "selective_scan": Operator(
-        selective,
+        selective_inputs,
         lambda **x: fw.selective_scan(**x, dt_softplus=True),
         ("A", "D", "dt_bias", "initial_state"),
         narrowed=("x", "B", "C"),
     ),
-    "mesa": Operator(solved, mesa, ("ridge",), narrowed=()),
+    "mesa": Operator(mesa_inputs, mesa, ("ridge",), narrowed=()),
 }
 
 EACH_OPERATOR = pytest.mark.parametrize("name", OPERATORS)
 
 
-def drawn(
+def operator_inputs(
     name: str, T: int, N: int, dtype: torch.dtype, device: str = "cpu"
 ) -> Inputs:
     """An operator's inputs, whose states are fp32 where tokens are narrower,
@@ -125,7 +125,7 @@ def drawn(
     }
 
 
-def results(
+def operator_results(
     call: Callable[..., tuple], x: Inputs, *, end: int | None = None, **options
 ) -> tuple[list[Tensor], list[Tensor], Inputs]:
     """Outputs, states, and each input's gradient from all of them.
@@ -185,9 +185,9 @@ def check_one_graph(
             ends = torch.tensor([0, *cuts, T], device=device)
             given = options | ({"cu_seqlens": ends} if packed else {})
             N = len(cuts) + 1 if packed else 1
-            x = drawn(name, T, N, dtype, device)
-            found = results(marked, x, **given)
-            want = results(operator.call, x, **given)
+            x = operator_inputs(name, T, N, dtype, device)
+            found = operator_results(marked, x, **given)
+            want = operator_results(operator.call, x, **given)
             torch.testing.assert_close(found, want, rtol=rtol, atol=rtol / 10)
 
 
@@ -207,11 +207,13 @@ def check_tail(
     """
     operator, end = OPERATORS[name], offsets[-1]
     options["cu_seqlens"] = torch.tensor(offsets, device=device)
-    full = drawn(name, T, len(offsets) - 1, dtype, device)
+    full = operator_inputs(name, T, len(offsets) - 1, dtype, device)
     for key, x in full.items():
         if key not in operator.whole:
             x[:, end:] = float("nan")
-    outputs, _, grads = results(operator.call, full, end=end, **options)
+    outputs, _, grads = operator_results(
+        operator.call, full, end=end, **options
+    )
     for x in (
         *outputs,
         *(grads[k] for k in grads if k not in operator.whole),
@@ -224,7 +226,7 @@ def check_tail(
         key: x if key in operator.whole else x[:, :end]
         for key, x in full.items()
     }
-    wanted, _, own_grads = results(operator.call, own, **options)
+    wanted, _, own_grads = operator_results(operator.call, own, **options)
     pairs = [(x[:, :end], y) for x, y in zip(outputs, wanted, strict=True)]
     for key, y in own_grads.items():
         x = grads[key]

@@ -26,7 +26,7 @@ from fastweights.ops.convolution import convolve_heads, short_convolution
 from fastweights.ranks import prefix
 from fastweights.ranks.group import current_ranks
 from fastweights_lab.text.training import Training
-from support.model_cases import KINDS, model, text
+from support.model_cases import KINDS, make_model, token_ids
 
 FP64 = torch.float64
 BUDGETS = {
@@ -58,7 +58,7 @@ class Spread(NamedTuple):
         found = self.cu_seqlens
         return found and torch.tensor(found, dtype=torch.int32)
 
-    def cut(self, x, rank):
+    def own(self, x, rank):
         start = sum(self.tokens[:rank])
         return x[:, start : start + self.tokens[rank]]
 
@@ -103,15 +103,15 @@ def compared(rank, call, spread, tokens, shared):
     want = call(**whole, cu_seqlens=cu)
     weights = [torch.randn_like(x) for x in want]
     sum((w * x).sum() for w, x in zip(weights, want, strict=True)).backward()
-    own = {n: spread.cut(x, rank) for n, x in tokens.items()}
+    own = {n: spread.own(x, rank) for n, x in tokens.items()}
     own = leaves(own | shared)
     with spread.context():
         first, *others = call(**own, cu_seqlens=cu)
-        loss = (spread.cut(weights[0], rank) * first).sum()
+        loss = (spread.own(weights[0], rank) * first).sum()
         for w, x in zip(weights[1:], others, strict=True):
             loss = loss + (w * x).sum() / len(spread.tokens)
         loss.backward()
-    near(first, spread.cut(want[0], rank), "o")
+    near(first, spread.own(want[0], rank), "o")
     for n, (x, y) in enumerate(zip(others, want[1:], strict=True)):
         near(x, y, f"result {n + 1}")
     for name, x in own.items():
@@ -121,7 +121,7 @@ def compared(rank, call, spread, tokens, shared):
         if name in shared:
             dist.all_reduce(grad)
         else:
-            expected = spread.cut(expected, rank)
+            expected = spread.own(expected, rank)
         near(grad, expected, f"d{name}")
 
 
@@ -213,7 +213,7 @@ def own_states(rank, name, spread):
     tokens, shared = inputs(name, spread)
     offsets = {"cu_seqlens": spread.offsets}
     _, want = getattr(fw, name)(**tokens, **shared, **offsets)
-    own = {n: spread.cut(x, rank) for n, x in tokens.items()}
+    own = {n: spread.own(x, rank) for n, x in tokens.items()}
     with spread.context(share_final_states=False):
         _, state = getattr(fw, name)(**own, **shared, **offsets)
     start = sum(spread.tokens[:rank])
@@ -254,7 +254,7 @@ def mlstm(rank, spread, empty):
 
     def call(S=None, **tensors):
         first = None if S is None else (S, m)
-        own = i if current_ranks() is None else spread.cut(i, rank)
+        own = i if current_ranks() is None else spread.own(i, rank)
         o, (S, after) = fw.mlstm(**tensors, i=own, initial_state=first)
         memories.append(after)
         return o, S
@@ -321,10 +321,10 @@ REFUSE = {
 def layers(rank, spread):
     """A model of every layer: losses, and the gradients' mean over ranks."""
     kinds = tuple(kind for kind in KINDS if kind not in REFUSE)
-    whole = model(kinds).double()
+    whole = make_model(kinds).double()
     checkpointed = copy.deepcopy(whole)
     checkpointed.checkpoint = True
-    tokens, cu = text(*spread.shape), spread.offsets
+    tokens, cu = token_ids(*spread.shape), spread.offsets
     want = whole.loss(tokens, cu_seqlens=cu)
     want.backward()
     logits, _ = whole(tokens, cu_seqlens=cu)
@@ -332,12 +332,12 @@ def layers(rank, spread):
     for own in (copy.deepcopy(whole), checkpointed):
         own.zero_grad()
         with spread.context():
-            mine = spread.cut(tokens, rank)
-            near(*(next_tokens(mine, cu), spread.cut(targets, rank)), "next")
+            mine = spread.own(tokens, rank)
+            near(*(next_tokens(mine, cu), spread.own(targets, rank)), "next")
             loss = own.loss(mine, cu_seqlens=cu)
             loss.backward()
             found, _ = own(mine, cu_seqlens=cu)
-        near(found, spread.cut(logits, rank), "logits")
+        near(found, spread.own(logits, rank), "logits")
         dist.all_reduce(loss.detach())
         near(loss / 2, want, "loss")
         for (name, p), q in zip(
@@ -351,17 +351,17 @@ def layers(rank, spread):
 def states(rank, spread, room):
     """Two calls with states: they are all there on both ranks."""
     kinds = tuple(kind for kind in KINDS if kind not in REFUSE)
-    whole = model(kinds).double()
+    whole = make_model(kinds).double()
     whole.requires_grad_(False)
-    tokens, cu = text(*spread.shape), spread.offsets
+    tokens, cu = token_ids(*spread.shape), spread.offsets
     want = own = None
     if room:
         want, own = (whole.new_states(spread.N, 40) for _ in range(2))
     for _ in range(2):
         logits, want = whole(tokens, want, cu)
         with spread.context():
-            found, own = whole(spread.cut(tokens, rank), own, cu)
-        near(found, spread.cut(logits, rank), "logits")
+            found, own = whole(spread.own(tokens, rank), own, cu)
+        near(found, spread.own(logits, rank), "logits")
         for kind, state, expected in zip(kinds, own, want, strict=True):
             for name, x in expected.tensors().items():
                 near(state.batch_rows(name), x, f"{kind}: {name}")
@@ -372,13 +372,13 @@ def refused_layers(rank):
     x = torch.randn(1, 8, 32)
     with fw.context_parallel(dist.group.WORLD):
         for kind, name in REFUSE.items():
-            layer = model((kind, kind)).blocks[0].layer
+            layer = make_model((kind, kind)).blocks[0].layer
             said = f"^{name}: got a call under context_parallel"
             with pytest.raises(NotImplementedError, match=said):
                 layer(x)
-        whole = model(("gla", "gla"))
+        whole = make_model(("gla", "gla"))
         with pytest.raises(NotImplementedError, match=r"^generate: got a"):
-            whole.generate(text(5), 3)
+            whole.generate(token_ids(5), 3)
         with torch.no_grad():
             _, state = whole.blocks[0].layer(x)
             state.num_accepted = torch.ones(1, dtype=torch.int64)
@@ -403,7 +403,7 @@ def refused(rank):
     with fw.context_parallel(mesh["a"], (7, 7)):
         with pytest.raises(ValueError, match=f"rank: got 14 on rank {rank}"):
             fw.linear_attention(q, k, v)
-        own = [spread.cut(x, rank) for x in (q, k, v)]
+        own = [spread.own(x, rank) for x in (q, k, v)]
         beyond = torch.tensor([0, 15])
         with pytest.raises(ValueError, match="end at T = 14 or before"):
             fw.linear_attention(*own, cu_seqlens=beyond)
@@ -418,7 +418,7 @@ def one_raises(rank):
     """The others wait for its map."""
     spread = Spread((7, 7), None)
     q, k, v = inputs("linear_attention", spread)[0].values()
-    q, k, v = (spread.cut(x, rank) for x in (q, k, v))
+    q, k, v = (spread.own(x, rank) for x in (q, k, v))
     with spread.context():
         fw.linear_attention(q, k, v[:, :, :3] if rank else v)
 
@@ -476,11 +476,11 @@ def by_kernels(rank, name, spread, segments, compiled=False, normalize=False):
         o, state = of(**tensors, cu_seqlens=cu_seqlens)
         return o.float(), state.float()
 
-    def cut(_, __, chunks):
+    def length(_, __, chunks):
         return -(-chunks // segments)
 
     settings.lengths_of.cache_clear()
-    with mock.patch.object(settings, "segment_chunks", cut):
+    with mock.patch.object(settings, "segment_chunks", length):
         compared(rank, call, spread, tokens, shared)
     settings.lengths_of.cache_clear()
 
@@ -492,7 +492,7 @@ def same_bits(rank, name):
     spread = Spread((64,) * dist.get_world_size(), None, False)
     tokens, _ = inputs(name, spread)
     whole = leaves({n: x.float()[:1, :, :1] for n, x in tokens.items()})
-    own = leaves({n: spread.cut(x.detach(), rank) for n, x in whole.items()})
+    own = leaves({n: spread.own(x.detach(), rank) for n, x in whole.items()})
     call = functools.partial(
         getattr(fw, name), chunk_size=16, backend="triton"
     )
@@ -504,9 +504,9 @@ def same_bits(rank, name):
         (weight * want).sum().backward()
         with spread.context():
             found, state = call(**own)
-            (spread.cut(weight, rank) * found).sum().backward()
+            (spread.own(weight, rank) * found).sum().backward()
     settings.lengths_of.cache_clear()
-    assert torch.equal(found, spread.cut(want, rank))
+    assert torch.equal(found, spread.own(want, rank))
     assert torch.equal(state, last)
     for n, x in own.items():
-        assert torch.equal(x.grad, spread.cut(whole[n].grad, rank)), n
+        assert torch.equal(x.grad, spread.own(whole[n].grad, rank)), n

@@ -18,10 +18,10 @@ from support.kernel_judge import BUDGET, HALF
 from support.pairwise import all_but
 
 MEMBERS = list(itertools.product(GATES, RULES))
-ALL = pytest.mark.parametrize("gate, rule", MEMBERS)
+EACH_MEMBER = pytest.mark.parametrize("gate, rule", MEMBERS)
 
 
-def some(*names):
+def chosen_members(*names):
     """All members; but for those named "gate rule", with the mark full.
 
     A fixed gate reaches the kernels repeated for every token, as any other.
@@ -30,18 +30,18 @@ def some(*names):
     return pytest.mark.parametrize("gate, rule", all_but(chosen, MEMBERS))
 
 
-WIDE = ("g", "beta", "initial_state")  # fp32 whatever q is
+FP32_INPUTS = ("g", "beta", "initial_state")  # fp32 whatever q is
 
 
 def cast(x, dtype, device="cpu"):
     """q, k, v in dtype; gates, beta and the state in fp32."""
     return {
-        name: t.to(device, torch.float32 if name in WIDE else dtype)
+        name: t.to(device, torch.float32 if name in FP32_INPUTS else dtype)
         for name, t in x.items()
     }
 
 
-def run(x, **options):
+def kernel_results(x, **options):
     """Results of the kernels, with the assertion that they ran."""
     with ops.record_backends() as ran:
         found = results(fw.linear_recurrence, x, backend="triton", **options)
@@ -54,7 +54,7 @@ def run(x, **options):
     return found
 
 
-def loop(x, **options):
+def loop_results(x, **options):
     """Results of the fp64 loop on the same inputs."""
     options.pop("chunk_size", None)
     wide = {name: t.double() for name, t in x.items()}
@@ -73,20 +73,20 @@ def judge(x, budget, record=None, label="", **options):
     signs: its error is held against the sum of their sizes.
     """
     options = {"scale": 0.3} | options
-    o, ref = run(x, **options), loop(x, **options)
-    errors = {name: relative_error(o[name], ref[name]) for name in ref}
+    found, ref = kernel_results(x, **options), loop_results(x, **options)
+    errors = {name: relative_error(found[name], ref[name]) for name in ref}
     if "dg" in ref and ref["dg"].dim() == 1:
-        terms = loop(by_tokens(x), **options)["dg"]
-        errors["dg"] = error_of_sum(o["dg"], ref["dg"], terms)
+        terms = loop_results(gate_by_tokens(x), **options)["dg"]
+        errors["dg"] = error_of_sum(found["dg"], ref["dg"], terms)
     if record is not None:
         record(label or str(x["q"].dtype).removeprefix("torch."), errors)
     for name, error in errors.items():
         allowed = allowed_for(name, budget)
         assert error <= allowed, f"{name}: {error:.1e} of {errors}"
-    return o, ref
+    return found, ref
 
 
-def by_tokens(x):
+def gate_by_tokens(x):
     """The same with a fixed gate repeated for every token."""
     return x | {"g": x["g"].expand(x["v"].shape[:3])}
 
@@ -97,13 +97,13 @@ def error_of_sum(found, ref, terms):
     return (error / terms.abs().sum((0, 1)).norm()).item()
 
 
-def judge_gates(o, ref, budget):
+def judge_gates(found, ref, budget):
     """dg chunk by chunk: a weak one is not hidden by a strong one."""
     allowed = allowed_for("dg", budget)
-    if o["dg"].dim() > 1:
-        for t in range(0, o["dg"].shape[1], 64):
+    if found["dg"].dim() > 1:
+        for t in range(0, found["dg"].shape[1], 64):
             part = slice(t, t + 64)
-            error = relative_error(o["dg"][:, part], ref["dg"][:, part])
+            error = relative_error(found["dg"][:, part], ref["dg"][:, part])
             assert error <= allowed, f"dg from {t}: {error:.1e}"
 
 
@@ -111,7 +111,7 @@ def budget_of(dtype):
     return BUDGET[dtype] if dtype == torch.float32 else HALF
 
 
-def packed(lengths, dtype=torch.int64, device="cpu"):
+def pack_of(lengths, dtype=torch.int64, device="cpu"):
     offsets = torch.tensor([0, *lengths]).cumsum(0).to(device, dtype)
     return {"cu_seqlens": offsets}
 
@@ -188,16 +188,16 @@ def judge_amplified(x):
     error is held against the sizes of its terms, and the budget is their
     error, a term a token.
     """
-    ref, rounded = loop(x, scale=0.3), results(rounded_chunks, x)
-    found = run(x, scale=0.3)
+    ref, rounded = loop_results(x, scale=0.3), results(rounded_chunks, x)
+    found = kernel_results(x, scale=0.3)
     errors = {
         name: [relative_error(y[name], ref[name]) for y in (found, rounded)]
         for name in ref
     }
     if "dg" in ref and ref["dg"].dim() == 1:
-        tokens = by_tokens(x)
-        terms = loop(tokens, scale=0.3)["dg"]
-        estimate = results(rounded_chunks, tokens)["dg"]
+        per_token = gate_by_tokens(x)
+        terms = loop_results(per_token, scale=0.3)["dg"]
+        estimate = results(rounded_chunks, per_token)["dg"]
         errors["dg"] = [
             error_of_sum(found["dg"], ref["dg"], terms),
             relative_error(estimate, terms),

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 
-def turned(x, position, theta):
+def rotated(x, position, theta):
     """Rotary positions [..., K]: channels j and j + K/2 turn as a pair."""
     half = x.shape[-1] // 2
     j = torch.arange(half, dtype=x.dtype)
@@ -14,7 +14,7 @@ def turned(x, position, theta):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def normed(x, weight):
+def rms_norm(x, weight):
     return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
 
@@ -43,7 +43,7 @@ class Memory:
         return F.layer_norm(hidden @ M[2] + M[3], (self.K,), *norm, 1e-6)
 
     def put_out(self, answers, x):
-        o = torch.cat([normed(o, self.w["norm.weight"]) for o in answers])
+        o = torch.cat([rms_norm(o, self.w["norm.weight"]) for o in answers])
         gate = F.silu(self.w["g_proj.weight"] @ x)
         return self.w["o_proj.weight"] @ (o * gate)
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 
-def tokens(
+def scan_inputs(
     *,
     batch=2,
     T=20,

@@ -13,29 +13,29 @@ SIZES = {"vocab_size": 31, "dim": 16, "head_dim": 8, "mlp_multiple": 16}
 HYBRID = ("softmax", "gated_deltanet")
 
 
-def make_model(pattern=HYBRID, **sizes):
+def make_served_model(pattern=HYBRID, **sizes):
     """A model whose next token depends on what it has read."""
-    m = model_cases.model(pattern, **SIZES | sizes).double()
-    m.norm.weight.data.fill_(30)
-    return m
+    model = model_cases.make_model(pattern, **SIZES | sizes).double()
+    model.norm.weight.data.fill_(30)
+    return model
 
 
-model = functools.cache(make_model)
+served_model = functools.cache(make_served_model)
 
 
-def make_engine(m=None, **options):
+def make_engine(model=None, **options):
     options = {"size": 3, "capacity": 64, "prefill_tokens": 8} | options
-    return Engine(model() if m is None else m, **options)
+    return Engine(served_model() if model is None else model, **options)
 
 
-def prompts(*lengths, seed=0):
+def make_prompts(*lengths, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(31, (n,), generator=generator) for n in lengths]
 
 
 @torch.no_grad()
 def generate_alone(
-    m, prompt, n, temperature=0.0, top_p=1.0, stop=(), seed=0, drawn=0
+    model, prompt, n, temperature=0.0, top_p=1.0, stop=(), seed=0, drawn=0
 ):
     """The answer, one token at a time, on states of its own."""
     draws = Sampling(
@@ -46,7 +46,7 @@ def generate_alone(
     )
     x, states, new = torch.as_tensor(prompt)[None], None, []
     for _ in range(n):
-        logits, states = m(x, states)
+        logits, states = model(x, states)
         token = draws.draw(logits[:, -1], *logits[:, -1].max(-1))
         if int(token) in stop:
             break
@@ -55,26 +55,26 @@ def generate_alone(
     return new
 
 
-def run_engine(e, most=500):
+def run_engine(engine, most=500):
     """The tokens that come, by request."""
     found = {}
-    while e.busy:
-        for request, token in e.step():
+    while engine.busy:
+        for request, token in engine.step():
             found.setdefault(request, []).append(token)
         most -= 1
         assert most
-    assert len(e.pool.free) == e.pool.size
+    assert len(engine.pool.free) == engine.pool.size
     return found
 
 
-WAYS = [
+OPTIONS = [
     {},
     {"temperature": 1.0, "seed": 1},
     {"temperature": 0.7, "top_p": 0.8, "seed": 2**63 - 1},
     {"temperature": 1.3, "top_p": 0.5, "seed": 3, "stop": (4, 9)},
     {"stop": tuple(range(0, 31, 3))},
 ]
-LENGTHS = (1, 5, 20, 9, 2, 30, 8)
+PROMPT_LENGTHS = (1, 5, 20, 9, 2, 30, 8)
 PATTERNS = [
     HYBRID,
     ("gated_deltanet",),
@@ -86,13 +86,13 @@ PATTERNS = [
 GPU = pytest.mark.gpu
 
 
-def record_prefills(e):
+def record_prefills(engine):
     """How many tokens each piece of each call has that reads prompts."""
-    sizes, read = [], e.batch.prefill
+    sizes, read = [], engine.batch.prefill
 
     def counts(pieces):
         sizes.append([n for _, n in pieces])
         read(pieces)
 
-    e.batch.prefill = counts
+    engine.batch.prefill = counts
     return sizes

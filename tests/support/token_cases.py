@@ -7,8 +7,8 @@ from fastweights.models import LanguageModel, ModelConfig, StatePool
 from fastweights.ops import record_backends
 
 SIZES = {"vocab_size": 20, "dim": 32, "num_layers": 2, "num_heads": 2}
-V = SIZES["vocab_size"]
-CASES = {
+VOCAB_SIZE = SIZES["vocab_size"]
+TOKEN_CASES = {
     "gated_deltanet": {},
     "gated_deltanet-wide": {
         "num_v_heads": 4,
@@ -30,16 +30,16 @@ CASES = {
 }
 
 
-def made(case, device, dtype=torch.float32, **sizes):
+def make_model_of(case, device, dtype=torch.float32, **sizes):
     torch.manual_seed(0)
-    kind, options = case.split("-")[0], {case.split("-")[0]: CASES[case]}
+    kind, options = case.split("-")[0], {case.split("-")[0]: TOKEN_CASES[case]}
     config = ModelConfig(
         pattern=(kind,), options=options, mlp_multiple=32, **SIZES | sizes
     )
     return LanguageModel(config, device=device, dtype=dtype)
 
 
-def steps(model, tokens, states):
+def read_by_tokens(model, tokens, states):
     """Logits of all tokens, read one by one, and what ran as a token."""
     with torch.no_grad(), record_backends() as ran:
         found = []
@@ -51,21 +51,21 @@ def steps(model, tokens, states):
 
 def check_rows_of_a_pool(case, device, budget):
     """Tokens of rows 2, 1, none and 0 are one pass's; row 3 stays as it is."""
-    m = made(case, device)
-    pool = StatePool(m, 4, capacity=8)
+    model = make_model_of(case, device)
+    pool = StatePool(model, 4, capacity=8)
     rows = [pool.acquire() for _ in range(3)][::-1]
-    tokens = torch.randint(V, (3, 3), device=device)
+    tokens = torch.randint(VOCAB_SIZE, (3, 3), device=device)
     before = [
         {name: x[3].clone() for name, x in state.tensors().items()}
         for state in pool.states
     ]
     with torch.no_grad():
-        wanted, _ = m(tokens)
+        wanted, _ = model(tokens)
         found = []
         for t in range(3):
             column = torch.cat([tokens[:2, t], tokens[:1, 0], tokens[2:, t]])
             with pool.reading([*rows[:2], -1, rows[2]], 1) as states:
-                logits = m(column[:, None], states)[0]
+                logits = model(column[:, None], states)[0]
             found.append(logits[[0, 1, 3]])
     assert relative_error(torch.cat(found, 1), wanted) <= budget
     for state, kept in zip(pool.states, before, strict=True):
