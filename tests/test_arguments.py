@@ -26,11 +26,11 @@ check_flags(gate="no")
     TypeError: gate: got 'no', need True or False
 check_flags(gate=torch.ones(()))
     TypeError: gate: got Tensor, need True or False
-check_number("eps", float("inf"), "> 0")
+check_numbers("> 0", eps=float("inf"))
     ValueError: eps: got inf, need a finite number
-check_number("eps", float("nan"), "any")
+check_numbers("any", eps=float("nan"))
     ValueError: eps: got nan, need a finite number
-check_number("eps", True, "> 0")
+check_numbers("> 0", eps=True)
     TypeError: eps: got bool, need a real number
 check_dtype("fp32")
     TypeError: dtype: got 'fp32', need one of (torch.float64, torch.float32,
@@ -47,8 +47,8 @@ def test_a_value_of_another_kind(wrong, error):
 def test_what_fits():
     arguments.check_sizes(dim=np.int64(3), heads=1)
     arguments.check_flags(gate=True, bias=False)
-    arguments.check_number("eps", np.float32(1.0), "> 0")
-    arguments.check_number("start", -2, "any")
+    arguments.check_numbers("> 0", eps=np.float32(1.0))
+    arguments.check_numbers("any", start=-2)
     arguments.check_dtype(None)
     arguments.check_dtype(torch.bfloat16)
 

@@ -2,6 +2,10 @@
 
 linear_recurrence and decode_step, through which all members go, look at
 values too where FASTWEIGHTS_CHECK=1 is in the environment at import.
+
+What is checked by itself comes by its keyword, after what is needed of it, as
+in ``check_numbers("> 0", eps=eps)``. What is held against another tensor, or
+refused, comes after its name.
 """
 
 from __future__ import annotations
@@ -83,7 +87,7 @@ def check_recurrence_arguments(
     """
     q, k, v, g, beta, erase_key, initial_state, cu_seqlens = operands
     if k is None or v is None:
-        check_tensors({"k": k, "v": v})
+        check_tensors(k=k, v=v)
     check_types_and_devices(
         {"q": q},
         same={"k": k, "v": v, "erase_key": erase_key},
@@ -210,7 +214,7 @@ def check_names(
         )
 
 
-def check_tensors(tensors: dict[str, Tensor]) -> None:
+def check_tensors(**tensors: Tensor) -> None:
     """Raise TypeError for the first argument that is no tensor.
 
     A tensor has a place in memory for every element: check_tensor.
@@ -235,7 +239,7 @@ def check_tensor(name: str, x: Tensor) -> None:
         )
 
 
-def check_integers(values: dict[str, int]) -> None:
+def check_integers(**values: int) -> None:
     """Raise TypeError for the first of the arguments that is no integer."""
     for name, x in values.items():
         if isinstance(x, bool) or not isinstance(
@@ -246,7 +250,7 @@ def check_integers(values: dict[str, int]) -> None:
 
 def check_sizes(**sizes: int) -> None:
     """Raise unless each is an integer >= 1."""
-    check_integers(sizes)
+    check_integers(**sizes)
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name}: got {size}, need an integer >= 1")
@@ -259,17 +263,18 @@ def check_flags(**flags: bool) -> None:
             raise TypeError(f"{name}: got {_describe(x)}, need True or False")
 
 
-def check_number(name: str, x: float, need: str) -> None:
-    """Raise unless it is real, finite and "> 0", ">= 0", "< 0" or "any"."""
-    if isinstance(x, bool) or not isinstance(
-        x, numbers.Real | torch.SymFloat | torch.SymInt
-    ):
-        raise TypeError(f"{name}: got {type(x).__name__}, need a real number")
-    fits = {"> 0": x > 0, ">= 0": x >= 0, "< 0": x < 0, "any": True}[need]
-    if not fits:
-        raise ValueError(f"{name}: got {x}, need {need}")
-    if not -math.inf < x < math.inf:
-        raise ValueError(f"{name}: got {x}, need a finite number")
+def check_numbers(need: str, /, **values: float) -> None:
+    """Raise unless each is real, finite and "> 0", ">= 0", "< 0" or "any"."""
+    real = numbers.Real | torch.SymFloat | torch.SymInt
+    for name, x in values.items():
+        if isinstance(x, bool) or not isinstance(x, real):
+            got = type(x).__name__
+            raise TypeError(f"{name}: got {got}, need a real number")
+        fits = {"> 0": x > 0, ">= 0": x >= 0, "< 0": x < 0, "any": True}[need]
+        if not fits:
+            raise ValueError(f"{name}: got {x}, need {need}")
+        if not -math.inf < x < math.inf:
+            raise ValueError(f"{name}: got {x}, need a finite number")
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:
@@ -295,7 +300,7 @@ def check_states(
 
     One of the ``extra_dtypes`` will do as well.
     """
-    check_tensors(states)
+    check_tensors(**states)
     check_types_and_devices({"q": q}, states=states, extra_dtypes=extra_dtypes)
     for name, shape in shapes.items():
         if states[name].shape != shape:
@@ -333,16 +338,14 @@ def _check_dtype_of(
         )
 
 
-def check_shapes(
-    expected: dict[str, tuple[Tensor | None, tuple[int, ...]]],
-) -> None:
+def check_shapes(**expected: tuple[Tensor | None, tuple[int, ...]]) -> None:
     """Raise for the first tensor, by name, without the shape beside it.
 
     Raise too for what is no tensor. None has no shape to check.
     """
     for name, (x, shape) in expected.items():
         if x is not None:
-            check_tensors({name: x})
+            check_tensor(name, x)
         if x is not None and tuple(x.shape) != shape:
             refuse_shape(name, x, f"{list(shape)}")
 
@@ -352,11 +355,12 @@ def refuse_shape(name: str, x: Tensor, need: str) -> NoReturn:
     raise ValueError(f"{name}: got shape {list(x.shape)}, need {need}")
 
 
-def check_dim(name: str, x: Tensor, dim: int, need: str) -> None:
-    """Refuse what is no tensor of ``dim`` dimensions."""
-    check_tensors({name: x})
-    if x.dim() != dim:
-        refuse_shape(name, x, need)
+def check_dims(need: str, /, **tensors: Tensor) -> None:
+    """Refuse what is no tensor of as many dimensions as "[B, T, HV]" has."""
+    for name, x in tensors.items():
+        check_tensor(name, x)
+        if x.dim() != need.count(",") + 1:
+            refuse_shape(name, x, need)
 
 
 def check_gate(
@@ -366,7 +370,7 @@ def check_gate(
 
     One of the ``others`` will do as well.
     """
-    check_dim(name, x, 3, "[B, T, HV]")
+    check_dims("[B, T, HV]", **{name: x})
     dtypes = tuple(dict.fromkeys((torch.float32, q.dtype, *others)))
     check_dtypes({"q": q, name: x}, {"q": (q.dtype,), name: dtypes})
     if x.shape != v.shape[:3]:
@@ -377,7 +381,7 @@ def check_strength(
     name: str, x: Tensor, q: Tensor, *shapes: tuple[int, ...]
 ) -> None:
     """Refuse what is in neither fp32 nor q's dtype, or has no such shape."""
-    check_tensors({name: x})
+    check_tensor(name, x)
     dtypes = (torch.float32, q.dtype)
     check_dtypes({"q": q, name: x}, {"q": (q.dtype,), name: dtypes})
     if x.shape not in shapes:
@@ -440,7 +444,7 @@ def check_packed(
     """
     if cu_seqlens is None:
         return
-    check_tensors({name: cu_seqlens})
+    check_tensor(name, cu_seqlens)
     check_dtypes({name: cu_seqlens}, {name: INDEX_DTYPES})
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         refuse_shape(name, cu_seqlens, "[N + 1] with N >= 1")
@@ -463,7 +467,7 @@ def check_rows(
     :func:`check_packed` reads offsets: 0 to size - 1, none of them twice.
     With ``allow_no_row`` what is no row of the pool, such as -1, may be there.
     """
-    check_tensors({name: rows})
+    check_tensor(name, rows)
     check_dtypes({name: rows}, {name: INDEX_DTYPES})
     if rows.dim() != 1 or (count is not None and rows.shape[0] != count):
         refuse_shape(name, rows, f"[{'M' if count is None else count}]")

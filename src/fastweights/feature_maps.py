@@ -60,7 +60,7 @@ def elu1(x: Input) -> Features:
     Raises:
         TypeError: x is no tensor.
     """
-    check_tensors({"x": x})
+    check_tensors(x=x)
     # F.elu(x) + 1 rounds to 0 below about -6.2 in bf16, -17 in fp32.
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
@@ -77,7 +77,7 @@ def relu(x: Input) -> Features:
     Raises:
         TypeError: x is no tensor.
     """
-    check_tensors({"x": x})
+    check_tensors(x=x)
     return F.relu(x)
 
 
@@ -96,7 +96,7 @@ def softmax(x: Input) -> Features:
     Raises:
         TypeError: x is no tensor.
     """
-    check_tensors({"x": x})
+    check_tensors(x=x)
     return torch.softmax(x, dim=-1)
 
 
@@ -127,7 +127,7 @@ def random_directions(
         ValueError: one of them is below 1.
     """
     sizes = {"num_features": num_features, "dim": dim}
-    check_integers(sizes)
+    check_integers(**sizes)
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name}: got {size}, need at least 1")
@@ -161,7 +161,7 @@ class RandomFeatures(nn.Module):
     directions: Float[Tensor, "R K"]
 
     def __init__(self, directions: Float[Tensor, "R K"]) -> None:
-        check_tensors({"directions": directions})
+        check_tensors(directions=directions)
         if directions.dim() != 2 or min(directions.shape) < 1:
             need = "[R, K] with R, K >= 1"
             refuse_shape("directions", directions, need)
@@ -170,7 +170,7 @@ class RandomFeatures(nn.Module):
 
     def widened(self, x: Input) -> tuple[Input, Float[Tensor, "R K"]]:
         """x in the dtype that it is computed in, and directions like it."""
-        check_tensors({"x": x})
+        check_tensors(x=x)
         K = self.directions.shape[1]
         if x.dim() < 1 or x.shape[-1] != K:
             refuse_shape("x", x, f"[..., {K}], as wide as the directions")

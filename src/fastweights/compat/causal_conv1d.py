@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import (
+    check_dims,
     check_flags,
     check_packed,
     check_shapes,
@@ -79,9 +80,9 @@ def causal_conv1d_fn(
     B, D, T = _checked_sizes(x, weight, bias)
     W = weight.shape[1]
     check_shapes(
-        {"initial_states": (initial_states, (B, D, W - 1))}
-        | {"final_states_out": (final_states_out, (B, D, W - 1))}
-        | {"seq_idx": (seq_idx, (B, T))}
+        initial_states=(initial_states, (B, D, W - 1)),
+        final_states_out=(final_states_out, (B, D, W - 1)),
+        seq_idx=(seq_idx, (B, T)),
     )
     cu_seqlens = None
     if cu_seq_lens_q is not None:
@@ -144,7 +145,7 @@ def causal_conv1d_update(
     if isinstance(x, Tensor) and x.dim() == 2:
         columns = x[..., None]
     B, D, _ = _checked_sizes(columns, weight, bias)
-    check_tensors({"conv_state": conv_state})
+    check_tensors(conv_state=conv_state)
     *rows, L = conv_state.shape or (0,)
     past = weight.shape[1] - 1
     if rows != [B, D] or past > L:
@@ -161,13 +162,12 @@ def _checked_sizes(
     x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[int, int, int]:
     """B, D and T, unless an argument does not fit: then raise, by its name."""
-    check_tensors({"x": x, "weight": weight})
-    if x.dim() != 3:
-        refuse_shape("x", x, "[B, D, T]")
+    check_dims("[B, D, T]", x=x)
+    check_tensors(weight=weight)
     B, D, T = x.shape
     if weight.dim() != 2 or weight.shape[0] != D or not weight.shape[1]:
         refuse_shape("weight", weight, f"[{D}, W]")
-    check_shapes({"bias": (bias, (D,))})
+    check_shapes(bias=(bias, (D,)))
     return B, D, T
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from fastweights.arguments import (
     CHUNK_SIZES,
     check_flags,
-    check_number,
+    check_numbers,
     check_shapes,
     check_sizes,
     check_tensors,
@@ -259,7 +259,7 @@ def _check(title: str, x: Arguments) -> None:
             )
     given = {name: y for name, y in x.items() if y is not None}
     tensors = {name: y for name, y in given.items() if name in TENSORS}
-    check_tensors(tensors)
+    check_tensors(**tensors)
     check_flags(**{name: y for name, y in given.items() if name in FLAGS})
     dims = {"g": 4 if title.endswith(("kda", "gdn2")) else 3, "gk": 4}
     dims |= {"g_gamma": 1, "beta": 3}
@@ -270,13 +270,13 @@ def _check(title: str, x: Arguments) -> None:
         check_sizes(num_householder=x["num_householder"])
         B, T, *heads = x["q"].shape
         steps = (B, T * x["num_householder"], *heads)
-        check_shapes({"k": (x["k"], steps)})
+        check_shapes(k=(x["k"], steps))
     keys, shapes = x["k"].shape, {"w": x["v"].shape}
     if title.endswith("rwkv7"):
         shapes = {"w": keys}
     for name in ("a", "b", "p", "w"):
         if name in x:
-            check_shapes({name: (x[name], tuple(shapes.get(name, keys)))})
+            check_shapes(**{name: (x[name], tuple(shapes.get(name, keys)))})
     gate, bound = given.get("use_gate_in_kernel"), x.get("lower_bound")
     if gate and "g" in given:
         sizes = {"A_log": x["v"].shape[2:3], "dt_bias": x["g"].shape[2:]}
@@ -284,7 +284,7 @@ def _check(title: str, x: Arguments) -> None:
             if name in given and given[name].numel() != size.numel():
                 refuse_shape(name, given[name], f"[{size.numel()}]")
     if bound is not None:
-        check_number("lower_bound", bound, "< 0")
+        check_numbers("< 0", lower_bound=bound)
     because = "because of use_gate_in_kernel"
     either = " or lower_bound" if "lower_bound" in x else ""
     sigmoid = given.get("use_beta_sigmoid_in_kernel")

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import (
+    check_dims,
     check_flags,
     check_packed,
     check_shapes,
@@ -94,21 +95,23 @@ def mamba_chunk_scan_combined(
             "return_varlen_states: got True, need False: only rows' last "
             "states"
         )
-    check_tensors({"x": x, "B": B})
-    if x.dim() != 4:
-        refuse_shape("x", x, "[B, T, H, P]")
+    check_dims("[B, T, H, P]", x=x)
+    check_tensors(B=B)
     rows, T, H, P = x.shape
     if B.dim() != 4 or B.shape[:2] != x.shape[:2] or H % max(B.shape[2], 1):
         need = f"[{rows}, {T}, G, N] with G a divisor of {H}"
         refuse_shape("B", B, need)
     first = (rows, H, P, B.shape[3])
     check_shapes(
-        {"dt": (dt, (rows, T, H)), "A": (A, (H,)), "C": (C, B.shape)}
-        | {"z": (z, x.shape), "dt_bias": (dt_bias, (H,))}
-        | {"initial_states": (initial_states, first)}
+        dt=(dt, (rows, T, H)),
+        A=(A, (H,)),
+        C=(C, B.shape),
+        z=(z, x.shape),
+        dt_bias=(dt_bias, (H,)),
+        initial_states=(initial_states, first),
     )
     if D is not None:
-        check_tensors({"D": D})
+        check_tensors(D=D)
         if D.shape not in ((H,), (H, P)):
             refuse_shape("D", D, f"[{H}] or [{H}, {P}]")
         D = D[:, None] if D.dim() == 1 else D
@@ -182,15 +185,18 @@ def selective_state_update(
     check_flags(dt_softplus=dt_softplus)
     rows = state_batch_indices
     given = {"state": state, "x": x, "dt": dt, "A": A, "B": B, "C": C}
-    check_tensors(given)
+    check_tensors(**given)
     if x.dim() not in (2, 3):
         refuse_shape("x", x, "[B, P] or [B, H, P]")
     own, N = x.shape[1:], A.shape[-1]
     pool = x.shape[:1] if rows is None else state.shape[:1]
     check_shapes(
-        {"dt": (dt, x.shape), "A": (A, (*own, N)), "z": (z, x.shape)}
-        | {"D": (D, own), "dt_bias": (dt_bias, own)}
-        | {"state": (state, (*pool, *own, N))}
+        dt=(dt, x.shape),
+        A=(A, (*own, N)),
+        z=(z, x.shape),
+        D=(D, own),
+        dt_bias=(dt_bias, own),
+        state=(state, (*pool, *own, N)),
     )
     gradient = needs_gradient(*given.values(), D, z, dt_bias)
     if gradient and rows is not None:
@@ -268,7 +274,7 @@ def selective_scan_fn(
             :func:`fastweights.selective_scan`, by its names.
     """
     check_flags(return_last_state=return_last_state)
-    check_tensors({"u": u, "delta": delta, "A": A, "B": B, "C": C})
+    check_tensors(u=u, delta=delta, A=A, B=B, C=C)
     for name, t in (("B", B), ("C", C)):
         if t.dim() not in (3, 4):
             refuse_shape(name, t, "[B, N, T] or [B, G, N, T]")

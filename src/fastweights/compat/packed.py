@@ -81,7 +81,7 @@ def document_offsets(
         TypeError: seq_idx is not of integers.
         ValueError: seq_idx is not of x's first two dimensions' shape.
     """
-    check_shapes({"seq_idx": (seq_idx, x.shape[:2])})
+    check_shapes(seq_idx=(seq_idx, x.shape[:2]))
     compiling = torch.compiler.is_compiling()
     cached = not compiling and not seq_idx.is_inference()
     if cached:

@@ -12,10 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fastweights.arguments import (
+    check_dims,
     check_flags,
     check_sizes,
-    check_tensors,
-    refuse_shape,
 )
 from fastweights.deep.chunk_layout import ChunkLayout, ChunkPart, choose_rows
 from fastweights.deep.network_arguments import (
@@ -149,16 +148,14 @@ def lact(
     if not isinstance(start, tuple | list) or len(start) != 3:
         got = len(start) if hasattr(start, "__len__") else type(start).__name__
         raise TypeError(f"start: got {got}, need three tensors, W0, W1, W2")
-    check_tensors({"start[0]": start[0]})
-    if start[0].dim() != 3:
-        refuse_shape("start[0]", start[0], "[H, K, N]")
+    check_dims("[H, K, N]", **{"start[0]": start[0]})
     dtype, full = q.dtype, compute_dtype(q.dtype)
     (B, T, H, K), V = q.shape, v.shape[-1]
     N = start[0].shape[-1]
     shapes = [torch.Size(s) for s in ((K, N), (N, V), (K, N))]
     numbers = sum(s.numel() for s in shapes)
     check_shapes(
-        {f"start[{i}]": (start[i], (H, *shapes[i])) for i in range(3)}
+        **{f"start[{i}]": (start[i], (H, *shapes[i])) for i in range(3)}
     )
     check_state(q, initial_state, B, H, 3 * numbers + 1, after=position)
     if any_length.is_dynamic(T):

@@ -88,12 +88,12 @@ def mesa(
     check_network_inputs(q, k, v, {"g": g, "beta": beta})
     check_sizes(steps=steps)
     check_packed(q, cu_seqlens)
-    check_tensors({"ridge": ridge})
+    check_tensors(ridge=ridge)
     check_dtypes({"q": q, "ridge": ridge}, {"q": DTYPES, "ridge": DTYPES})
     dtype, full, K = q.dtype, compute_dtype(q.dtype), q.shape[-1]
     H, V = v.shape[2:]
     N = check_sequences("q", q, "[1, T, H, K]", cu_seqlens)
-    check_shapes({"ridge": (ridge, (H, K))})
+    check_shapes(ridge=(ridge, (H, K)))
     if is_readable(ridge) and (wrong := (ridge <= 0) | ridge.isinf()).any():
         got = ridge[wrong][0].item()
         raise ValueError(f"ridge: got {got}, need finite numbers > 0")

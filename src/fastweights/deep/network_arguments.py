@@ -36,7 +36,7 @@ def check_network_inputs(
     tokens = {"q": q, "k": k, "v": v, **rates}
     rows = {"position": position, "lengths": lengths}
     counts = {name: x for name, x in rows.items() if x is not None}
-    check_tensors(tokens | counts)
+    check_tensors(**tokens, **counts)
     dtypes: dict[str, tuple[torch.dtype, ...]] = {"q": DTYPES}
     dtypes |= dict.fromkeys(("k", "v"), (q.dtype,))
     dtypes |= dict.fromkeys(rates, (compute_dtype(q.dtype), q.dtype))
@@ -70,7 +70,7 @@ def check_state(
     In any floating point dtype; ``after`` are the tokens read before it.
     """
     if initial_state is not None:
-        check_shapes({"initial_state": (initial_state, shape)})
+        check_shapes(initial_state=(initial_state, shape))
         tensors = {"q": q, "initial_state": initial_state}
         check_dtypes(tensors, dict.fromkeys(tensors, DTYPES))
     elif after is not None and is_readable(after) and after.any():
@@ -87,9 +87,10 @@ def check_weight_and_bias(
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         got = len(pair) if hasattr(pair, "__len__") else type(pair).__name__
         raise TypeError(f"{name}: got {got}, need a pair of tensors")
-    check_tensors({f"{name}[{i}]": x for i, x in enumerate(pair)})
+    named = {f"{name}[{i}]": x for i, x in enumerate(pair)}
+    check_tensors(**named)
     if shape is not None:
-        check_shapes({f"{name}[{i}]": (x, shape) for i, x in enumerate(pair)})
+        check_shapes(**{key: (x, shape) for key, x in named.items()})
 
 
 def check_layers(
@@ -104,7 +105,7 @@ def check_layers(
         W, b = layer
         out = V if i == len(start) - 1 else W.shape[-1]
         check_shapes(
-            {f"start[{i}][0]": (W, (heads, width, out))}
+            **{f"start[{i}][0]": (W, (heads, width, out))}
             | {f"start[{i}][1]": (b, (heads, out))}
         )
         width = out

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastweights.arguments import (
     check_dtype,
-    check_number,
+    check_numbers,
     check_tensors,
     refuse_shape,
 )
@@ -58,7 +58,7 @@ def newton_schulz(
         TypeError, ValueError: G is no tensor of matrices of floating point
             numbers; a step has not three coefficients; eps is below 0.
     """
-    check_tensors({"G": G})
+    check_tensors(G=G)
     if G.dtype not in DTYPES:
         raise TypeError(f"G: got {G.dtype}, need one of {DTYPES}")
     if G.dim() < 2:
@@ -68,7 +68,7 @@ def newton_schulz(
         raise ValueError(
             f"coefficients: got {coefficients}, need (a, b, c) for each step"
         )
-    check_number("eps", eps, ">= 0")
+    check_numbers(">= 0", eps=eps)
     check_dtype(dtype)
     tall = G.shape[-2] > G.shape[-1]
     X = (G.mT if tall else G).to(compute_dtype(G.dtype))

@@ -94,7 +94,7 @@ def ttt(
     """
     refuse_ranks("ttt")
     check_network_inputs(q, k, v, {"rate": rate}, position, lengths)
-    check_tensors({"step_scale": step_scale})
+    check_tensors(step_scale=step_scale)
     if step_scale.dim() != 1 or len(step_scale) < 1:
         refuse_shape("step_scale", step_scale, "[C] with C >= 1")
     dtype, size = q.dtype, len(step_scale)
@@ -103,7 +103,7 @@ def ttt(
     check_layers(start, H, K, K)
     by_kernel = kernel_takes(backend, q, size, len(start))
     P = sum(x[0].numel() for layer in start for x in layer)
-    check_shapes({"v": (v, (B, T, H, K))})
+    check_shapes(v=(v, (B, T, H, K)))
     check_weight_and_bias("norm", norm, (H, K))
     check_state(q, initial_state, B, H, 2, P, after=position)
     if any_length.is_dynamic(T):

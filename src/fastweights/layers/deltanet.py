@@ -83,8 +83,8 @@ class DeltaNet(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_one_of("qk_activation", qk_activation, tuple(FEATURES))
-        check_one_of("qk_norm", qk_norm, ("l2", "sum"))
+        check_one_of(tuple(FEATURES), qk_activation=qk_activation)
+        check_one_of(("l2", "sum"), qk_norm=qk_norm)
         H, K = num_heads, head_size(head_dim, dim, num_heads)
         V = scaled_size("expand_v", expand_v, head_dim=K)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval

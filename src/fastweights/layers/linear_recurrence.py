@@ -86,8 +86,8 @@ class LinearRecurrence(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_one_of("rule", rule, ("additive", "delta"))
-        check_one_of("decay", decay, (None, "head", "channel", "constant"))
+        check_one_of(("additive", "delta"), rule=rule)
+        check_one_of((None, "head", "channel", "constant"), decay=decay)
         H, K = num_heads, head_size(head_dim, dim, num_heads)
         V = scaled_size("expand_v", expand_v, head_dim=K)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval

@@ -54,7 +54,7 @@ class Mamba(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_range("dt_range", dt_range)
+        check_range("> 0", dt_range=dt_range)
         if state_size > MAX_N:
             raise ValueError(
                 f"state_size: got {state_size}, need at most {MAX_N}"

@@ -15,7 +15,7 @@ from fastweights import layers
 from fastweights.arguments import (
     check_flags,
     check_names,
-    check_number,
+    check_numbers,
     check_sizes,
 )
 from fastweights.layers.common.layer import ARGUMENT_ALIASES
@@ -126,8 +126,7 @@ class ModelConfig(_NamesChecked):
                 f"num_heads: got {self.num_heads}, need a divisor of dim = "
                 f"{self.dim}, or head_dim"
             )
-        check_number("mlp_ratio", self.mlp_ratio, "> 0")
-        check_number("norm_eps", self.norm_eps, "> 0")
+        check_numbers("> 0", mlp_ratio=self.mlp_ratio, norm_eps=self.norm_eps)
         check_flags(tie_embeddings=self.tie_embeddings)
         if not self.pattern:
             raise ValueError("pattern: got nothing, need a type of layer")

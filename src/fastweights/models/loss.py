@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fastweights import torch_internals
 from fastweights.arguments import (
+    check_dims,
     check_integers,
     check_packed,
     check_tensors,
@@ -133,9 +134,9 @@ def check_tokens(
     ``ignore_index`` may be among them. Values are read where that costs no
     synchronisation: on a CPU, where nothing is traced.
     """
-    check_tensors({name: tokens})
+    check_tensors(**{name: tokens})
     if ignore_index is not None:
-        check_integers({"ignore_index": ignore_index})
+        check_integers(ignore_index=ignore_index)
     if tokens.dtype not in (torch.int64, torch.int32):
         raise TypeError(
             f"{name}: got {tokens.dtype}, need torch.int64 or torch.int32"
@@ -157,7 +158,7 @@ def check_tokens(
 
 def _check(x: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> None:
     """Raise for the first argument that does not fit the others."""
-    check_tensors({"x": x, "weight": weight})
+    check_tensors(x=x, weight=weight)
     if weight.dtype != x.dtype and not under_autocast(x):
         raise TypeError(f"weight: got {weight.dtype}, need x's, {x.dtype}")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
@@ -196,9 +197,7 @@ def next_tokens(
         TypeError, ValueError: tokens or offsets are of another dtype or
             shape.
     """
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2:
-        check_tensors({"tokens": tokens})
-        refuse_shape("tokens", tokens, "[B, T]")
+    check_dims("[B, T]", tokens=tokens)
     T = tokens.shape[1]
     start, total = token_offset(T)
     check_packed(tokens, cu_seqlens, total=total)

@@ -263,7 +263,7 @@ class LanguageModel(CheckedModule):
             reduction: of the losses, "mean", or "none": each token's,
                 without gradients, 0 if ignored.
         """
-        check_one_of("reduction", reduction, ("mean", "none"))
+        check_one_of(("mean", "none"), reduction=reduction)
         if targets is not None:
             x = self.hidden(tokens, states, cu_seqlens, return_states=False)[0]
             weight = self._weight_of_logits(x)
@@ -308,7 +308,7 @@ class LanguageModel(CheckedModule):
         ignore_index: int = -100,
     ) -> Float[Tensor, "B T"]:
         """Each token's loss in nats, without gradients; 0 if ignored."""
-        check_tensors({"targets": targets})  # None asks for logits
+        check_tensors(targets=targets)  # None asks for logits
         with torch.no_grad():
             return self(
                 tokens,

@@ -186,7 +186,7 @@ class StatePool:
         if isinstance(numbers, Sequence):
             counts = list(numbers)
             for n in counts:
-                check_integers({"num_tokens": n})
+                check_integers(num_tokens=n)
             if len(counts) != len(index) or min(counts) < 0:
                 raise ValueError(
                     f"num_tokens: got {counts}, need one number per row, "
@@ -261,7 +261,7 @@ class StatePool:
             raise TypeError(f"{name}: got {got}, need a list of rows")
         index = list(numbers)
         for row in index:
-            check_integers({name: row})
+            check_integers(**{name: row})
         taken = [row for row in index if row != -1 or not allow_no_row]
         size = self.size
         if not index or not all(0 <= row < size for row in taken):

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from fastweights.arguments import check_integers, check_number, is_readable
+from fastweights.arguments import check_integers, check_numbers, is_readable
 from fastweights.models.decoding import NOT_FINITE, Decoding, prefill
 from fastweights.models.model import LanguageModel
 from fastweights.models.sampling import Sampling
@@ -155,7 +155,7 @@ def as_stops(
     several = isinstance(plain, Iterable) and not isinstance(plain, str)
     tokens = list(plain) if several else [plain]
     for token in tokens:
-        check_integers({"stop": token})
+        check_integers(stop=token)
     check_ids("stop", tokens, vocab_size)
     return tokens
 
@@ -177,13 +177,13 @@ def check_sampling(
     generator: torch.Generator | None,
 ) -> None:
     """Raise for a number of tokens or a way of drawing that cannot be."""
-    check_integers({"max_new_tokens": max_new_tokens})
+    check_integers(max_new_tokens=max_new_tokens)
     if max_new_tokens < 0:
         raise ValueError(
             f"max_new_tokens: got {max_new_tokens}, need 0 or more"
         )
-    check_number("temperature", temperature, ">= 0")
-    check_number("top_p", top_p, "> 0")
+    check_numbers(">= 0", temperature=temperature)
+    check_numbers("> 0", top_p=top_p)
     if top_p > 1:
         raise ValueError(f"top_p: got {top_p}, need 0 < top_p <= 1")
     if not isinstance(generator, torch.Generator | None):

@@ -26,7 +26,7 @@ from torch import Tensor
 from fastweights.arguments import (
     check_flags,
     check_integers,
-    check_number,
+    check_numbers,
     check_offsets_on_host,
     check_sequences,
     check_tensors,
@@ -160,7 +160,7 @@ def convolve_heads(
     if x.shape[2] != C:
         refuse_shape("x", x, f"[B, T, {C}], 2 H K + HV V of heads and sizes")
     check_flags(normalize=normalize)
-    check_number("eps", eps, "> 0")
+    check_numbers("> 0", eps=eps)
     inputs: Any = [None if t is None else t.contiguous() for t in tensors]
     added = float(eps) if normalize else None
     options = ((H, K, HV, V), added, activation == "silu", backend)
@@ -216,7 +216,7 @@ def _check(
     backend: Any,
 ) -> None:
     """Raise for the first argument that does not fit the others."""
-    check_tensors({"x": x, "weight": weight})
+    check_tensors(x=x, weight=weight)
     check_types_and_devices(
         {"x": x},
         same={"initial_state": initial_state},
@@ -248,8 +248,7 @@ def check_pairs(heads: tuple[int, int], sizes: tuple[int, int]) -> None:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             what = "H and HV" if name == "heads" else "K and V"
             raise TypeError(f"{name}: got {pair!r}, need two ints, {what}")
-        for i, number in enumerate(pair):
-            check_integers({f"{name}[{i}]": number})
+        check_integers(**{f"{name}[{i}]": n for i, n in enumerate(pair)})
         if min(pair) < 1:
             raise ValueError(f"{name}: got {tuple(pair)}, need both >= 1")
 

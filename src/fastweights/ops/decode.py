@@ -208,7 +208,7 @@ def check_num_accepted(name: str, num_accepted: Tensor, **of: Tensor) -> None:
     """
     ((first, x),) = of.items()
     (B, T), values = x.shape[:2], [0]
-    check_tensors({name: num_accepted})
+    check_tensors(**{name: num_accepted})
     check_dtypes(
         {**of, name: num_accepted}, {first: (x.dtype,), name: INDEX_DTYPES}
     )

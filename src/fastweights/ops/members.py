@@ -20,12 +20,12 @@ from torch import Tensor
 
 from fastweights.arguments import (
     RecurrenceOperands,
-    check_dim,
+    check_dims,
     check_flags,
     check_gate,
     check_integers,
     check_names,
-    check_number,
+    check_numbers,
     check_recurrence_arguments,
     check_sizes,
     check_strength,
@@ -158,12 +158,11 @@ def linear_attention(
         normalize: whether o is divided.
         eps: added to what divides, >= 0.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_dim(name, x, 4, "[B, T, heads, width]")
+    check_dims("[B, T, heads, width]", q=q, k=k, v=v)
     if feature_map is not None:
         q, k = feature_map(q), feature_map(k)
     check_flags(normalize=normalize)
-    check_number("eps", eps, ">= 0")
+    check_numbers(">= 0", eps=eps)
     if not normalize:
         return linear_recurrence(q, k, v, None, None, **options)
     q, k, v = cast_for_autocast(q, k, v)
@@ -237,7 +236,7 @@ def lightning_decay(
         ValueError: there is no such layer, or no head.
     """
     check_sizes(num_heads=num_heads)
-    check_integers({"layer": layer, "num_layers": num_layers})
+    check_integers(layer=layer, num_layers=num_layers)
     if not 0 <= layer < num_layers:
         raise ValueError(
             f"layer: got {layer}, need 0 to num_layers - 1 = {num_layers - 1}"
@@ -266,11 +265,11 @@ def retention(
     Lightning Attention is this with :func:`lightning_decay`.
     """
     if g is None:
-        check_dim("q", q, 4, "[B, T, H, K]")
-        check_dim("v", v, 4, "[B, T, HV, V]")
+        check_dims("[B, T, H, K]", q=q)
+        check_dims("[B, T, HV, V]", v=v)
         dtype = compute_dtype(q.dtype)
         g = retnet_decay(v.shape[2], device=v.device, dtype=dtype)
-    check_dim("g", g, 1, "[HV]")
+    check_dims("[HV]", g=g)
     return linear_recurrence(q, k, v, g, None, **options)
 
 
@@ -290,7 +289,7 @@ def mamba2(
     v its dt * x, and g its dt * A. Its scale is 1 by default, as Mamba-2's
     is, and not K**-0.5 as that of the other members.
     """
-    check_dim("g", g, 3, "[B, T, HV]")
+    check_dims("[B, T, HV]", g=g)
     return linear_recurrence(q, k, v, g, None, scale=scale, **options)
 
 
@@ -313,11 +312,11 @@ def gated_retention(
         temperature: > 0. It keeps an untrained gate close to 1: 0.96 where
             the logit is 0.
     """
-    check_dim("q", q, 4, "[B, T, H, K]")
-    check_dim("v", v, 4, "[B, T, HV, V]")
+    check_dims("[B, T, H, K]", q=q)
+    check_dims("[B, T, HV, V]", v=v)
     narrow = (torch.float16, torch.bfloat16)
     check_gate("logits", logits, q, v, *narrow)
-    check_number("temperature", temperature, "> 0")
+    check_numbers("> 0", temperature=temperature)
     dtype = compute_dtype(logits.dtype)
     g = F.logsigmoid(logits.to(dtype)) / temperature
     return linear_recurrence(q, k, v, g, None, **options)
@@ -328,7 +327,7 @@ def gla(
     q: Keys, k: Keys, v: Values, g: PerChannel, **options: Unpack[Options]
 ) -> tuple[Values, HeadStates]:
     """S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T (Yang et al. 2024)."""
-    check_dim("g", g, 4, "[B, T, HV, K]")
+    check_dims("[B, T, HV, K]", g=g)
     return linear_recurrence(q, k, v, g, None, **options)
 
 
@@ -342,7 +341,7 @@ def deltanet(
     No step amplifies what is in the state where 0 <= beta_t |k_t|^2 <= 2;
     unit keys with beta in [0, 1] or [0, 2] are usual.
     """
-    check_dim("beta", beta, 3, "[B, T, HV]")
+    check_dims("[B, T, HV]", beta=beta)
     return linear_recurrence(q, k, v, None, beta, **options)
 
 
@@ -367,8 +366,7 @@ def gated_deltanet(
         g: [B, T, HV] natural log of the decay, <= 0, in fp32 or q's dtype.
         beta: [B, T, HV] write strength, in fp32 or q's dtype.
     """
-    check_dim("g", g, 3, "[B, T, HV]")
-    check_dim("beta", beta, 3, "[B, T, HV]")
+    check_dims("[B, T, HV]", g=g, beta=beta)
     return linear_recurrence(q, k, v, g, beta, **options)
 
 
@@ -393,8 +391,8 @@ def kda(
         g: [B, T, HV, K] natural log of the decay, <= 0, in fp32 or q's dtype.
         beta: [B, T, HV] write strength, in fp32 or q's dtype.
     """
-    check_dim("g", g, 4, "[B, T, HV, K]")
-    check_dim("beta", beta, 3, "[B, T, HV]")
+    check_dims("[B, T, HV, K]", g=g)
+    check_dims("[B, T, HV]", beta=beta)
     return linear_recurrence(q, k, v, g, beta, **options)
 
 
@@ -424,7 +422,7 @@ def gated_deltanet2(
     check_recurrence_arguments(
         RecurrenceOperands(q, k, v, g), min_tokens=min_tokens()
     )
-    check_dim("g", g, 4, "[B, T, HV, K]")
+    check_dims("[B, T, HV, K]", g=g)
     check_strength("b", b, q, g.shape, k.shape)
     check_strength("w", w, q, v.shape)
     written, erase_key = gated_deltanet2_operands(k, v, b, w)
@@ -464,8 +462,7 @@ def comba(
     check_recurrence_arguments(
         RecurrenceOperands(q, k, v, g, beta), min_tokens=min_tokens()
     )
-    check_dim("g", g, 3, "[B, T, HV]")
-    check_dim("beta", beta, 3, "[B, T, HV]")
+    check_dims("[B, T, HV]", g=g, beta=beta)
     check_strength("p", p, q, (*g.shape, k.shape[3]), k.shape)
     written, g, erase_key = comba_operands(v, p, g, beta)
     return linear_recurrence(q, k, written, g, erase_key=erase_key, **options)

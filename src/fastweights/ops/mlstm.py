@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.arguments import check_dim, check_gate, check_number
+from fastweights.arguments import check_dims, check_gate, check_numbers
 from fastweights.dtypes import MIN_LOG_DECAY, cast_for_autocast, compute_dtype
 from fastweights.heads import state_shape
 from fastweights.ops.common.backends import Backend
@@ -115,7 +115,7 @@ def _local_mlstm(
     backend: Backend,
 ) -> tuple[Values, Memory]:
     """mlstm of sequences that are here as a whole."""
-    check_dim("g", g, 3, "[B, T, HV]")
+    check_dims("[B, T, HV]", g=g)
     options: dict[str, Any] = {
         "cu_seqlens": cu_seqlens,
         "scale": scale,
@@ -124,7 +124,7 @@ def _local_mlstm(
     }
     check_normalised(q, k, v, g, memory_arguments(initial_state), **options)
     check_gate("i", i, q, v)
-    check_number("eps", eps, ">= 0")
+    check_numbers(">= 0", eps=eps)
     if cu_seqlens is not None:
         tail = tail_mask(cu_seqlens, q.shape[1])[:, None]
         g, i = g.masked_fill(tail, 0), i.masked_fill(tail, 0)
@@ -165,7 +165,7 @@ def _mlstm_over_ranks(
     q, k, v, g = pad_to_one_token(q, k, v, g)
     if T == 0:
         i = F.pad(i, (0, 0, 0, 1), value=-torch.inf)
-    check_dim("g", g, 3, "[B, T, HV]")
+    check_dims("[B, T, HV]", g=g)
     memory = memory_arguments(initial_state)
     check_normalised(q, k, v, g, memory, cu_seqlens=cu_seqlens)
     shard = shard_of(ranks, q, T, cu_seqlens)
@@ -372,12 +372,12 @@ def mlstm_step(
     q, k, v = cast_for_autocast(q, k, v)
     if state is None:
         raise TypeError("state: got NoneType, need a pair of tensors")
-    check_dim("g", g, 3, "[B, T, HV]")
+    check_dims("[B, T, HV]", g=g)
     check_normalised_step(
         q, k, v, g, memory_arguments(state, "state"), rows, scale
     )
     check_gate("i", i, q, v)
-    check_number("eps", eps, ">= 0")
+    check_numbers(">= 0", eps=eps)
     S, m = state
     dtype = compute_dtype(q.dtype)
     first = m if rows is None else m[clamp_rows(rows, m)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastweights.arguments import (
     RecurrenceOperands,
-    check_number,
+    check_numbers,
     check_recurrence_arguments,
     check_states,
 )
@@ -158,7 +158,7 @@ def linear_attention_step(
                 "function or None"
             )
         q, k = feature_map(q), feature_map(k)
-    check_number("eps", eps, ">= 0")
+    check_numbers(">= 0", eps=eps)
     refuse_ranks("linear_attention_step")
     q, k, v = cast_for_autocast(q, k, v)
     check_normalised_step(q, k, v, None, {"state": state}, rows, scale)

@@ -20,7 +20,7 @@ from torch import Tensor
 from fastweights import torch_internals
 from fastweights.arguments import (
     check_dtypes,
-    check_number,
+    check_numbers,
     check_tensors,
     refuse_shape,
 )
@@ -114,7 +114,7 @@ def _check(
     """Raise for the first argument that does not fit the others."""
     tensors = {"o": o, "weight": weight}
     tensors |= {} if gate is None else {"gate": gate}
-    check_tensors(tensors)
+    check_tensors(**tensors)
     check_dtypes(tensors, dict.fromkeys(tensors, DTYPES))
     if o.dim() != 4 or o.shape[2] < 1 or o.shape[3] < 1:
         refuse_shape("o", o, "[B, T, HV, V] with HV, V >= 1")
@@ -129,7 +129,7 @@ def _check(
         )
     if activation is None and gate is not None:
         raise ValueError("activation: got None, need the gate's")
-    check_number("eps", eps, ">= 0")
+    check_numbers(">= 0", eps=eps)
     check_backend(backend, KERNEL_OR_TORCH)
 
 

@@ -209,7 +209,7 @@ def check_scan(
     cu_seqlens: Tensor | None,
 ) -> None:
     """Raise for the first argument that does not fit the others."""
-    check_tensors({"x": x, "dt": dt, "A": A, "B": B, "C": C})
+    check_tensors(x=x, dt=dt, A=A, B=B, C=C)
     check_types_and_devices(
         {"x": x},
         same={"B": B, "C": C},
@@ -234,12 +234,10 @@ def check_scan(
         refuse_shape("B", B, f"{need} with G a divisor of D = {channels}")
     S = check_sequences("x", x, "[1, T, D]", cu_seqlens, "S")
     check_shapes(
-        {
-            "C": (C, tuple(B.shape)),
-            "D": (D, (channels,)),
-            "dt_bias": (dt_bias, (channels,)),
-            "initial_state": (initial_state, (S, channels, N)),
-        }
+        C=(C, tuple(B.shape)),
+        D=(D, (channels,)),
+        dt_bias=(dt_bias, (channels,)),
+        initial_state=(initial_state, (S, channels, N)),
     )
 
 

@@ -184,7 +184,7 @@ def context_parallel(
     counts = None
     if tokens_per_rank is not None:
         name, counts = "tokens_per_rank", tuple(tokens_per_rank)
-        check_integers({f"{name}[{i}]": n for i, n in enumerate(counts)})
+        check_integers(**{f"{name}[{i}]": n for i, n in enumerate(counts)})
         if len(counts) != size or min(counts) < 0 or not sum(counts):
             raise ValueError(
                 f"{name}: got {list(counts)}, need {size} numbers >= 0, one "

@@ -42,7 +42,7 @@ class PrefixCache:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        check_integers({"prefix_bytes": max_bytes})
+        check_integers(prefix_bytes=max_bytes)
         if max_bytes < 0:
             raise ValueError(
                 f"prefix_bytes: got {max_bytes}, need an integer >= 0"

@@ -106,7 +106,7 @@ def as_seed(seed: int | None) -> int:
     """The seed, or one that PyTorch's generator draws."""
     if seed is None:
         return int(torch.randint(2**63 - 1, (), device="cpu"))
-    check_integers({"seed": seed})
+    check_integers(seed=seed)
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed: got {seed}, need 0 to 2**63 - 1")
     return seed

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from fastweights.arguments import check_number, check_sizes
+from fastweights.arguments import check_numbers, check_sizes
 from fastweights.models import ModelConfig
 from fastweights_lab.experiments import convolved_layers  # noqa: F401
 from fastweights_lab.tasks import Task
@@ -71,7 +71,7 @@ class Trial(Schedule):
 
     def __post_init__(self) -> None:
         check_sizes(rows=self.rows, steps=self.steps, test_rows=self.test_rows)
-        check_number("lr", self.lr, "> 0")
+        check_numbers("> 0", lr=self.lr)
         if self.steps > STEPS:
             raise ValueError(f"steps: got {self.steps}, need <= {STEPS}")
         if not 0 <= self.seed < 4096:

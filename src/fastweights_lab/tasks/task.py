@@ -155,7 +155,7 @@ class Task(ABC):
         for of in fields(self):  # type: ignore[arg-type]
             value, choices = getattr(self, of.name), get_args(hints[of.name])
             if choices:
-                check_one_of(of.name, value, choices)
+                check_one_of(choices, **{of.name: value})
             elif hints[of.name] is int:
                 check_sizes(**{of.name: value})
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastweights import torch_internals
-from fastweights.arguments import check_integers, check_number, check_sizes
+from fastweights.arguments import check_integers, check_numbers, check_sizes
 from fastweights.layers import parameter_groups
 from fastweights.models import LanguageModel, ModelConfig
 from fastweights.models.files import write_whole
@@ -160,15 +160,15 @@ class Settings(Schedule):
         for of in fields(self):
             value, need = getattr(self, of.name), of.metadata
             if "least" in need:
-                check_integers({of.name: value})
+                check_integers(**{of.name: value})
                 if not need["least"] <= value < 2**40:
                     raise ValueError(
                         f"{of.name}: got {value}, need an integer >= "
                         f"{need['least']}, and less than 2**40"
                     )
             if "need" in need:
-                check_number(of.name, value, "any")
-                check_number(of.name, value, need["need"])
+                check_numbers("any", **{of.name: value})
+                check_numbers(need["need"], **{of.name: value})
             if value not in need.get("choices", (value,)):
                 raise ValueError(
                     f"{of.name}: got {value!r}, need one of {need['choices']}"

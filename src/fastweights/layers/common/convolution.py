@@ -49,7 +49,7 @@ class ShortConvolution(CheckedModule):
     ) -> None:
         super().__init__()
         factory: FactoryOptions = {"device": device, "dtype": dtype}
-        check_one_of("conv_size", conv_size, (2, 3, 4))
+        check_one_of((2, 3, 4), conv_size=conv_size)
         self.activation = activation
         self.weight = nn.Parameter(torch.empty(channels, conv_size, **factory))
         self.bias = (

@@ -53,8 +53,8 @@ class Decay(CheckedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_range("A_range", A_range, zero=True)
-        check_range("dt_range", dt_range)
+        check_range(">= 0", A_range=A_range)
+        check_range("> 0", dt_range=dt_range)
         self.A_range, self.dt_range = A_range, dt_range
         self.lower_bound, self.channels = lower_bound, channels
         factory: FactoryOptions = {"device": device, "dtype": dtype}

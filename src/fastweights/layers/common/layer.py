@@ -18,7 +18,7 @@ from fastweights.arguments import (
     check_flags,
     check_integers,
     check_names,
-    check_number,
+    check_numbers,
     check_sizes,
 )
 from fastweights.layers.common.layer_arguments import check_input
@@ -310,7 +310,7 @@ def parameter_groups(
     Raises:
         TypeError, ValueError: weight_decay is no number, or below 0.
     """
-    check_number("weight_decay", weight_decay, ">= 0")
+    check_numbers(">= 0", weight_decay=weight_decay)
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -357,11 +357,11 @@ def _check_argument(name: str, x: Any, hint: Any) -> None:
     if needed is bool:
         check_flags(**{name: x})
     elif needed is int and name in ("layer", "conv_size"):
-        check_integers({name: x})  # 0 and more, or 2 to 4
+        check_integers(**{name: x})  # 0 and more, or 2 to 4
     elif needed is int:
         check_sizes(**{name: x})
     elif needed is float:
-        check_number(name, x, RANGES_BY_NAME.get(name, "> 0"))
+        check_numbers(RANGES_BY_NAME.get(name, "> 0"), **{name: x})
     elif needed is torch.dtype:
         check_dtype(x)
     elif needed is torch.device:

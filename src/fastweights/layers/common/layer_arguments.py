@@ -71,17 +71,13 @@ def num_value_heads(num_v_heads: int | None, num_heads: int) -> int:
     return num_v_heads
 
 
-def check_range(
-    name: str, bounds: tuple[float, float], *, zero: bool = False
-) -> None:
-    """Raise unless 0 < bounds[0] <= bounds[1] < infinity.
-
-    With ``zero`` the lower bound may be 0, not the upper.
-    """
+def check_range(need: str, /, **given: tuple[float, float]) -> None:
+    """Raise unless 0 < lower <= upper < infinity; lower may be 0 if ">= 0"."""
+    ((name, bounds),) = given.items()
     pair = isinstance(bounds, tuple | list) and len(bounds) == 2
     if not pair or not all(isinstance(x, numbers.Real) for x in bounds):
         raise TypeError(f"{name}: got {bounds!r}, need two real numbers")
-    low, high = bounds
+    (low, high), zero = bounds, need == ">= 0"
     least = low >= 0 if zero else low > 0
     if not (least and low <= high and 0 < high < math.inf):
         raise ValueError(
@@ -90,10 +86,11 @@ def check_range(
         )
 
 
-def check_one_of(name: str, value: object, choices: tuple) -> None:
-    """Raise unless the value is one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name}: got {value!r}, need one of {choices}")
+def check_one_of(choices: tuple, /, **values: object) -> None:
+    """Raise unless each value is one of the choices."""
+    for name, x in values.items():
+        if x not in choices:
+            raise ValueError(f"{name}: got {x!r}, need one of {choices}")
 
 
 def check_input(
@@ -103,7 +100,7 @@ def check_input(
 
     A state has one row per sequence.
     """
-    check_tensors({"x": x})
+    check_tensors(x=x)
     dim: int = layer.dim
     if x.dtype not in DTYPES:
         raise TypeError(

@@ -48,7 +48,7 @@ class OutputNorm(CheckedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_one_of("activation", activation, ACTIVATIONS)
+        check_one_of(ACTIVATIONS, activation=activation)
         self.size, self.activation = size, activation
         self.center, self.eps = center, eps
         self.weight = nn.Parameter(

@@ -91,7 +91,7 @@ class LayerState:
             rows: int32 or int64, on the state's device.
             num_keys: the most tokens that one of these rows has read.
         """
-        check_integers({"num_keys": num_keys})
+        check_integers(num_keys=num_keys)
         if num_keys < 0:
             raise ValueError(f"num_keys: got {num_keys}, need an integer >= 0")
         check_rows(rows, None, self.size, allow_no_row=True)

@@ -28,7 +28,7 @@ def check_rows_of_states(
 
     The first may also have one of the ``extra_dtypes``.
     """
-    check_tensors(states)
+    check_tensors(**states)
     N = q.shape[0]
     if rows is not None:
         first = next(iter(states.values()))
