@@ -297,6 +297,12 @@ def scan_fwd_kernel(
         t_q_in = tile.sequence_tiles(qk.q_in, span, KEYS)
         if PER_CHANNEL:
             t_Aqk = tile.sequence_tiles(scores.Aqk, span, SCORES)
+    # What a stage runs for each chunk, beside the errors (DELTA) and S':
+    #   scan, WRITES_O: q S (before the errors, but for PER_CHANNEL) and o
+    #   chunk_states, KEEPS: S goes to h (first of all for PER_CHANNEL), and
+    #     the errors to u
+    #   segment_maps, MAP: DELTA has programs of M beside those of B, in which
+    #     v is 0; else M is b_decay, where there is a gate
     for i_t in range(chunks.first_chunk, chunks.stop_chunk):
         c = i_t * BT
         rows = (chunks.start + c, chunks.end, i_hv)
