@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tokenize
 import tomllib
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import fastweights as fw
 from fastweights import torch_internals
 from fastweights.models import LanguageModel, ModelConfig
 
@@ -63,6 +65,22 @@ def test_what_is_cited_is_this_version() -> None:
             assert f"{{{said}}}" in entry
         assert f"{{{cited['date-released'].year}}}" in entry
     assert cited["version"] in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+def test_the_page_of_the_kernels_names_what_is_there():
+    """Capital words and what is in backticks: names, launches and files."""
+    folder = ROOT / "src/fastweights/kernels"
+    names = {"CUDA", "KDA", "TUNING", "G_C", "S_N"} | {*dir(fw), "fw"}
+    for file in folder.parent.rglob("*.*"):
+        names.add(file.name)
+        if file.suffix == ".py" and folder in file.parents:
+            tokens = tokenize.generate_tokens(file.open().readline)
+            names |= {token.string.strip('"') for token in tokens}
+    page = (folder / "README.md").read_text("utf-8")
+    said = set(re.findall(r"\b[A-Z][A-Z_]+\b", page))
+    for code in re.findall(r"`(?:[\w/]+/)?([^`\n]+)`", page):
+        said |= {code} & names or {*re.findall(r"\w+", code)}
+    assert len(said) > 100 and not said - names, said - names
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
