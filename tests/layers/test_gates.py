@@ -276,7 +276,7 @@ def test_three_convolutions_are_one():
     one = HeadsConvolution((2, 2), (3, 5), 4, normalize=False)
     x = torch.randn(2, 9, 22)
     q, k, v, _ = one(x)
-    parts = one.taps.weight.split([6, 6, 10])
+    parts = one.short_convolution.weight.split([6, 6, 10])
     for c, weight, got in zip(
         x.split([6, 6, 10], -1), parts, (q, k, v), strict=True
     ):

@@ -43,12 +43,12 @@ def softplus(x):
 
 def convolved(w, c):
     """y_t = sum_j weight[:, W-1-j] c_{t-j}, and the bias; [T, C]."""
-    weight = w["convolution.taps.weight"]
+    weight = w["convolution.short_convolution.weight"]
     W, y = weight.shape[1], torch.zeros_like(c)
     for t in range(len(c)):
         for j in range(min(W, t + 1)):
             y[t] += weight[:, W - 1 - j] * c[t - j]
-    return y + w.get("convolution.taps.bias", 0)
+    return y + w.get("convolution.short_convolution.bias", 0)
 
 
 def cut(c, *sizes):
@@ -257,7 +257,11 @@ def mamba(w, x, R, N):
     u, z = (x @ w["in_proj.weight"].T).chunk(2, -1)
     u = silu(
         convolved(
-            {k.replace("tion.", "tion.taps."): p for k, p in w.items()}, u
+            {
+                k.replace("tion.", "tion.short_convolution."): p
+                for k, p in w.items()
+            },
+            u,
         )
     )
     dt, B, C = (u @ w["x_proj.weight"].T).split([R, N, N], -1)
@@ -425,7 +429,7 @@ def qwen3_next_gated_deltanet(w):
         "qkv_proj.weight": torch.cat([q, k, v]),
         "g_proj.weight": z,
         "ab_proj.weight": torch.cat([a.flatten(0, 1), b.flatten(0, 1)]),
-        "convolution.taps.weight": w["conv1d.weight"][:, 0],
+        "convolution.short_convolution.weight": w["conv1d.weight"][:, 0],
         "decay.A_log": w["A_log"],
         "decay.dt_bias": w["dt_bias"],
         "norm.weight": w["norm.weight"],
@@ -459,7 +463,7 @@ def qwen3_next_attention(w):
 def kimi_linear_delta_attention(w):
     return KimiDeltaAttention(8, 2, 4), {
         "qkv_proj.weight": stacked(w, "q_proj", "k_proj", "v_proj"),
-        "convolution.taps.weight": w["conv1d.weight"][:, 0],
+        "convolution.short_convolution.weight": w["conv1d.weight"][:, 0],
         "f_proj.0.weight": w["forget_gate.f_a_proj.weight"],
         "f_proj.1.weight": w["forget_gate.f_b_proj.weight"],
         "decay.A_log": w["forget_gate.A_log"].flatten(),
@@ -485,8 +489,10 @@ def mamba2_mixer(w):
         "z_proj.weight": z,
         "x_proj.weight": torch.cat([C, B, u]),
         "dt_proj.weight": dt,
-        "convolution.taps.weight": ordered(w["conv1d.weight"][:, 0]),
-        "convolution.taps.bias": ordered(w["conv1d.bias"]),
+        "convolution.short_convolution.weight": ordered(
+            w["conv1d.weight"][:, 0]
+        ),
+        "convolution.short_convolution.bias": ordered(w["conv1d.bias"]),
         "decay.A_log": w["A_log"],
         "decay.dt_bias": w["dt_bias"],
         "D": w["D"],

@@ -186,7 +186,7 @@ def test_what_the_parameters_start_from():
         (mlp.down_proj, 0.01),
     ):
         assert module.weight.std().item() == pytest.approx(std, rel=0.03)
-    assert layer.convolution.taps.weight.abs().max() > 0.45
+    assert layer.convolution.short_convolution.weight.abs().max() > 0.45
     gates = m.blocks[1].layer.gates
     assert not gates.weight.any() and gates.bias.max() == 6
 

@@ -39,9 +39,10 @@ class Comba(Layer):
     their 256; p as in the paper, of which the authors' code has the direction.
 
     Weights of flash-linear-attention: qkv_proj is q_proj, k_proj and v_proj
-    one below the other, convolution.taps is q_conv1d, k_conv1d and v_conv1d,
-    ab_proj is a_proj and b_proj, norm is o_norm, d is decay (and the decay's
-    A_log and dt_bias are decay.A_log and decay.dt_bias).
+    one below the other, convolution.short_convolution is q_conv1d, k_conv1d
+    and v_conv1d, ab_proj is a_proj and b_proj, norm is o_norm, d is
+    decay (and the decay's A_log and dt_bias are decay.A_log and
+    decay.dt_bias).
 
     Args:
         dim: width D of x and y.

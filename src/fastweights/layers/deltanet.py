@@ -46,8 +46,8 @@ class DeltaNet(Layer):
     Differs from the published one in: nothing, by its defaults.
 
     Weights of flash-linear-attention: qkv_proj is q_proj, k_proj and v_proj
-    one below the other, convolution.taps is q_conv1d, k_conv1d and v_conv1d,
-    norm is o_norm.
+    one below the other, convolution.short_convolution is q_conv1d, k_conv1d
+    and v_conv1d, norm is o_norm.
 
     Args:
         dim: width D of x and y.

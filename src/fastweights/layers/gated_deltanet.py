@@ -41,11 +41,12 @@ class GatedDeltaNet(Layer):
     num_heads for their 256; no bias of beta (``beta_bias``).
 
     Weights of flash-linear-attention: qkv_proj is q_proj, k_proj and v_proj
-    one below the other, convolution.taps is q_conv1d, k_conv1d and v_conv1d,
-    ab_proj is a_proj and b_proj, norm is o_norm. Of Qwen3-Next: the rows of
-    in_proj_qkvz are, for each head of q and k in turn, its q, its k, the v
-    and the z of its value heads (z is g_proj), and those of in_proj_ba its b
-    and its a; conv1d has the order of convolution.taps.
+    one below the other, convolution.short_convolution is q_conv1d, k_conv1d
+    and v_conv1d, ab_proj is a_proj and b_proj, norm is o_norm. Of
+    Qwen3-Next: the rows of in_proj_qkvz are, for each head of q and k in
+    turn, its q, its k, the v and the z of its value heads (z is g_proj), and
+    those of in_proj_ba its b and its a; conv1d has the order of
+    short_convolution.
 
     Args:
         dim: width D of x and y.

@@ -37,10 +37,10 @@ class KimiDeltaAttention(Layer):
     Differs from the published one in: no bias in W_g2 (``output_gate_bias``).
 
     Weights of flash-linear-attention: qkv_proj is q_proj, k_proj and v_proj
-    one below the other, convolution.taps is q_conv1d, k_conv1d and v_conv1d,
-    norm is o_norm. Of transformers' Kimi Linear: the same, with one conv1d;
-    f_proj is forget_gate's f_a_proj and f_b_proj, g_proj is g_a_proj and
-    g_b_proj.
+    one below the other, convolution.short_convolution is q_conv1d, k_conv1d
+    and v_conv1d, norm is o_norm. Of transformers' Kimi Linear: the same,
+    with one conv1d; f_proj is forget_gate's f_a_proj and f_b_proj, g_proj is
+    g_a_proj and g_b_proj.
 
     Args:
         dim: width D of x and y.

@@ -48,7 +48,7 @@ class Mamba2(Layer):
 
     Weights of mamba_ssm and transformers: the rows of in_proj are z_proj,
     then those of x_proj in the order u, B, C, then dt_proj; conv1d has the
-    order u, B, C, and convolution.taps has C, B, u.
+    order u, B, C, and convolution.short_convolution has C, B, u.
 
     Args:
         dim: width D of x and y.

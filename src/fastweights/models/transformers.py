@@ -40,7 +40,7 @@ BLOCK = {
     "mlp.1.down_proj": "mlp.down_proj",
 }
 DELTANET = BLOCK | {
-    "layer.convolution.taps": "linear_attn.conv1d",
+    "layer.convolution.short_convolution": "linear_attn.conv1d",
     "layer.decay.A_log": "linear_attn.A_log",
     "layer.decay.dt_bias": "linear_attn.dt_bias",
 }

@@ -288,7 +288,7 @@ def packed_convolution(x, weight, offsets):
 def kda_layer(w, x, heads):
     """PyTorch's own functions."""
     B, T, _ = x.shape
-    taps = w["convolution.taps.weight"]
+    taps = w["convolution.short_convolution.weight"]
     y = F.conv1d(
         F.pad((x @ w["qkv_proj.weight"].T).mT, (3, 0)),
         taps[:, None],
@@ -310,7 +310,7 @@ def kda_layer(w, x, heads):
 def kda_layer(w, x, heads):
     """With the gate of Gated DeltaNet."""
     B, T, _ = x.shape
-    taps = w["convolution.taps.weight"]
+    taps = w["convolution.short_convolution.weight"]
     y = F.conv1d(
         F.pad((x @ w["qkv_proj.weight"].T).mT, (3, 0)),
         taps[:, None],
@@ -332,7 +332,7 @@ def kda_layer(w, x, heads):
 def kda_layer(w, x, heads):
     """Without unit keys."""
     B, T, _ = x.shape
-    taps = w["convolution.taps.weight"]
+    taps = w["convolution.short_convolution.weight"]
     y = F.conv1d(
         F.pad((x @ w["qkv_proj.weight"].T).mT, (3, 0)),
         taps[:, None],
@@ -353,7 +353,7 @@ def kda_layer(w, x, heads):
 def kda_layer(w, x, heads):
     """Without the rate."""
     B, T, _ = x.shape
-    taps = w["convolution.taps.weight"]
+    taps = w["convolution.short_convolution.weight"]
     y = F.conv1d(
         F.pad((x @ w["qkv_proj.weight"].T).mT, (3, 0)),
         taps[:, None],

@@ -124,9 +124,9 @@ class HeadsConvolution(CheckedModule):
         self.normalize, self.activation = normalize, activation
         (H, HV), (K, V) = heads, sizes
         factory: FactoryOptions = {"device": device, "dtype": dtype}
-        self.taps = None
+        self.short_convolution = None
         if conv_size is not None:
-            self.taps = ShortConvolution(
+            self.short_convolution = ShortConvolution(
                 2 * H * K + HV * V,
                 conv_size,
                 bias=bias,
@@ -147,13 +147,13 @@ class HeadsConvolution(CheckedModule):
     ]:
         """q, k, v, and the inputs that the next tokens need."""
         past = None
-        if self.taps is None:
+        if self.short_convolution is None:
             x = F.silu(x) if self.activation else x
-        elif is_plain(self.taps, ShortConvolution, x.device):
+        elif is_plain(self.short_convolution, ShortConvolution, x.device):
             q, k, v, past = convolve_heads(
                 x,
-                self.taps.weight,
-                self.taps.bias,
+                self.short_convolution.weight,
+                self.short_convolution.bias,
                 heads=self.heads,
                 sizes=self.sizes,
                 normalize=self.normalize,
@@ -163,7 +163,7 @@ class HeadsConvolution(CheckedModule):
             )
             return q, k, v, accepted_past(past, x, state)
         else:
-            x, past = self.taps(x, state, cu_seqlens)
+            x, past = self.short_convolution(x, state, cu_seqlens)
         (H, HV), (K, V) = self.heads, self.sizes
         q, k, v = split_heads(x, (H, K, HV, V))
         if self.normalize:

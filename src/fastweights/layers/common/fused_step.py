@@ -182,11 +182,11 @@ def fused_layer_step(
         split_gates: makes logits of g and beta, and the output gate, of the
             others' outputs; each may be None. Without it they are these.
     """
-    taps = layer.convolution.taps
+    convolution = layer.convolution.short_convolution
     parts = (norm, layer.convolution, layer.norm, layer.o_proj)
     (H, HV), (K, V) = layer.convolution.heads, layer.convolution.sizes
     if (
-        taps is None
+        convolution is None
         or layer.norm.center
         or len(layer.norm.weight) != V
         or K > MAX_KERNEL_K
@@ -212,11 +212,11 @@ def fused_layer_step(
         x,
         norm,
         modules,
-        convolution=(taps.weight, taps.bias, state.convolution),
+        convolution=(convolution.weight, convolution.bias, state.convolution),
         rows=state.rows,
         tokens=x.shape[1],
         num_accepted=state.num_accepted,
-        silu=taps.activation,
+        silu=convolution.activation,
     )
     a, b, gate = split_gates(*others)
     q, k, v = qkv.split([H * K, H * K, HV * V], -1)

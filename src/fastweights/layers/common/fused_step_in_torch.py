@@ -72,15 +72,15 @@ def project_and_add(
 
 
 def convolve_token(
-    x: Float[Tensor, "B 1 C"], taps: Any, state: LayerState
+    x: Float[Tensor, "B 1 C"], convolution: Any, state: LayerState
 ) -> Float[Tensor, "B C"]:
     """The short convolution's step, in fp32 (fp64 if x is)."""
     inputs = torch.cat([state.batch_rows("convolution"), x], 1)  # [B, W, C]
     write_rows(state.tensor("convolution"), inputs[:, 1:], state.rows)
-    y = (upcast(inputs) * upcast(taps.weight).mT).sum(1)
-    if taps.bias is not None:
-        y += taps.bias
-    return F.silu(y, inplace=True) if taps.activation else y
+    y = (upcast(inputs) * upcast(convolution.weight).mT).sum(1)
+    if convolution.bias is not None:
+        y += convolution.bias
+    return F.silu(y, inplace=True) if convolution.activation else y
 
 
 def recurrence(
@@ -92,7 +92,7 @@ def recurrence(
 ) -> Float[Tensor, "B 1 HV V"]:
     """Convolution, gates, unit length and step; in fp32 (fp64 if qkv is)."""
     (H, HV), (K, V) = layer.convolution.heads, layer.convolution.sizes
-    y = convolve_token(qkv, layer.convolution.taps, state)
+    y = convolve_token(qkv, layer.convolution.short_convolution, state)
     qk, v = y[:, : 2 * H * K], y[:, 2 * H * K :].view(-1, 1, HV, V)
     qk = qk.view(-1, 1, 2 * H, K)
     q, k = (l2norm(qk) if layer.convolution.normalize else qk).split(H, 2)

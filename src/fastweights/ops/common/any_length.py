@@ -27,7 +27,7 @@ Layout = tuple[Sequence[int], torch.dtype]  # a shape and a dtype
 TENSOR = "a tensor"
 """What stands in the text of a call's arguments for each tensor."""
 
-SCHEMA = "str function, Tensor[] given, str arguments"
+SCHEMA = "str function, Tensor[] tensors, str arguments"
 
 
 def is_dynamic(T: int) -> bool:
