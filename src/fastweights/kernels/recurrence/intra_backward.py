@@ -19,7 +19,7 @@ def is_marked(marks, i_c, i_h, META: tl.constexpr):
 
 
 @triton.jit
-def sum_over_values(scan_results, rows, i_ch, i_k, META: tl.constexpr):
+def sum_over_values(grad_inputs, rows, i_ch, i_k, META: tl.constexpr):
     """The sums over values, before any decay, scale, beta and mask.
 
     Returns the scores' dAqk and -dAek, [BT, BT]; what passes through the
@@ -43,17 +43,17 @@ def sum_over_values(scan_results, rows, i_ch, i_k, META: tl.constexpr):
     b_hdh = tl.zeros([BK, BK], dtype=tl.float32)
     for i_v in range(META.NV):
         o_h, m_h = tile.tile_at(i_ch, i_k, 0, i_v, META.K, 1, META.V, BK, BV)
-        b_h = tl.load(scan_results.h + o_h, mask=m_h, other=0.0)  # [BK, BV]
-        b_dh = tl.load(scan_results.dh + o_h, mask=m_h, other=0.0)  # [BK, BV]
-        b_u = tile.load_rows(scan_results.u, rows, i_v, VALUES)  # [BT, BV]
-        b_do = tile.load_rows(scan_results.do, rows, i_v, VALUES)  # [BT, BV]
+        b_h = tl.load(grad_inputs.h + o_h, mask=m_h, other=0.0)  # [BK, BV]
+        b_dh = tl.load(grad_inputs.dh + o_h, mask=m_h, other=0.0)  # [BK, BV]
+        b_u = tile.load_rows(grad_inputs.u, rows, i_v, VALUES)  # [BT, BV]
+        b_do = tile.load_rows(grad_inputs.do, rows, i_v, VALUES)  # [BT, BV]
         b_uT, b_hT, b_dhT = tl.trans(b_u), tl.trans(b_h), tl.trans(b_dh)
         b_dAqk = tl.dot(b_do, b_uT, b_dAqk, input_precision=PRECISION)
         b_dq_hv = tl.dot(b_do, b_hT, b_dq_hv, input_precision=PRECISION)
         b_dk_hv = tl.dot(b_u, b_dhT, b_dk_hv, input_precision=PRECISION)
         if META.DELTA:
             b_dv = tile.load_rows(
-                scan_results.dv, rows, i_v, VALUES
+                grad_inputs.dv, rows, i_v, VALUES
             )  # [BT, BV]
             b_dAek = tl.dot(b_dv, b_uT, b_dAek, input_precision=PRECISION)
             b_de = tl.dot(b_dv, b_hT, b_de, input_precision=PRECISION)
@@ -84,7 +84,7 @@ def store_dbeta(dbeta, b_dAek, b_beta, rows, i_k, META: tl.constexpr):
 
 @triton.jit
 def intra_bwd_kernel(
-    g, qk, decays, marks, scan_results, grads, call, META: tl.constexpr
+    g, qk, decays, marks, grad_inputs, grads, call, META: tl.constexpr
 ):
     """One chunk and key tile of one key head: dq, dk, dg, dbeta, de.
 
@@ -117,8 +117,8 @@ def intra_bwd_kernel(
     BK: tl.constexpr = META.BK
     NK: tl.constexpr = META.NK
     QK_TILES: tl.constexpr = HV_KEYS if PER_CHANNEL else KEYS
-    EXACT: tl.constexpr = scan_results.do.dtype.element_ty == tl.float32
-    SPLIT: tl.constexpr = scan_results.do.dtype.element_ty == tl.bfloat16
+    EXACT: tl.constexpr = grad_inputs.do.dtype.element_ty == tl.float32
+    SPLIT: tl.constexpr = grad_inputs.do.dtype.element_ty == tl.bfloat16
     NG: tl.constexpr = HV // H
     i_c, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
     i_k = tl.program_id(0) % NK
@@ -128,7 +128,7 @@ def intra_bwd_kernel(
     if PER_CHANNEL:
         if is_marked(marks, i_c, i_h, META):
             return
-    dtype = scan_results.do.dtype.element_ty
+    dtype = grad_inputs.do.dtype.element_ty
     o_t = tile.time_order(BT)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
@@ -137,7 +137,7 @@ def intra_bwd_kernel(
         i_ch = i_c.to(tl.int64) * HV + i_hv
         rows = (t, end, i_hv)
         b_dAqk, b_dAek, b_dq_hv, b_dk_hv, b_de, b_dtotal = sum_over_values(
-            scan_results, rows, i_ch, i_k, META
+            grad_inputs, rows, i_ch, i_k, META
         )
 
         # Through the scores: the diagonal, which no gate is in, by itself.
@@ -153,9 +153,9 @@ def intra_bwd_kernel(
             b_row_in = tl.load(tile.slot_row(decays.row_in, i_ch, BT))  # [BT]
             b_row_out = tl.load(tile.slot_row(decays.row_out, i_ch, BT))
             b_total = tl.load(decays.total + i_ch)
-            b_outer, b_inner = gates.split_decay(b_total, scan_results.do)
+            b_outer, b_inner = gates.split_decay(b_total, grad_inputs.do)
             b_D = b_row_in[:, None] * (b_row_out * b_weight)[None, :]
-            if gates.is_factorable(b_total, scan_results.do) == 0:
+            if gates.is_factorable(b_total, grad_inputs.do) == 0:
                 b_G = tl.load(tile.slot_row(decays.G, i_ch, BT))  # [BT]
                 b_D = gates.decay_matrix(b_G)
                 b_D *= b_weight[None, :]
@@ -327,7 +327,7 @@ def add_grads(
 
 @triton.jit
 def intra_bwd_unfactorable_kernel(
-    inputs, decays, marks, scan_results, grads, call, META: tl.constexpr
+    inputs, decays, marks, grad_inputs, grads, call, META: tl.constexpr
 ):
     """intra_bwd_kernel for a gate per channel, on unfactorable chunks.
 
@@ -344,11 +344,11 @@ def intra_bwd_unfactorable_kernel(
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
     NK: tl.constexpr = META.NK
-    EXACT: tl.constexpr = scan_results.do.dtype.element_ty == tl.float32
-    SPLIT: tl.constexpr = scan_results.do.dtype.element_ty == tl.bfloat16
+    EXACT: tl.constexpr = grad_inputs.do.dtype.element_ty == tl.float32
+    SPLIT: tl.constexpr = grad_inputs.do.dtype.element_ty == tl.bfloat16
     NG: tl.constexpr = HV // H
     LEVELS: tl.constexpr = gates.num_levels(BT)
-    dtype: tl.constexpr = scan_results.do.dtype.element_ty
+    dtype: tl.constexpr = grad_inputs.do.dtype.element_ty
     FOLDED: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype
     i_c, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
     i_k = tl.program_id(0) % NK
@@ -377,7 +377,7 @@ def intra_bwd_unfactorable_kernel(
         if decays.row_beta is not None:
             b_beta = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))  # [BT]
         b_dAqk, b_dAek, b_dq_hv, b_dk_hv, b_de, b_dtotal = sum_over_values(
-            scan_results, rows, i_ch, i_k, META
+            grad_inputs, rows, i_ch, i_k, META
         )
         b_dAqk = tile.by_columns(b_dAqk, True)
         b_dAek = tile.by_columns(b_dAek, True)
