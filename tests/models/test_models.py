@@ -126,8 +126,8 @@ def test_a_block_norms_what_it_reads_or_what_it_adds():
         for p in m.parameters():
             if p.dim() == 1:
                 nn.init.uniform_(p, 0.5, 1.5)
-        w = block.norm.weight, block.mlp[int(post)].weight
-        branches = block.layer, block.mlp[1 - post]
+        w = block.norm.weight, block.mlp_norm.weight
+        branches = block.layer, block.mlp
         y = x = torch.randn(2, 5, 32)
         for f, weight in zip(branches, w, strict=True):
             read = y if post else normed(y, weight)
@@ -176,7 +176,7 @@ def test_a_model_made_on_meta_is_drawn(kind):
 def test_what_the_parameters_start_from():
     m = make_model(("gated_deltanet", "mlstm"), dim=128, tie_embeddings=False)
     assert m.config.num_branches == 4
-    layer, mlp = m.blocks[0].layer, m.blocks[0].mlp[1]
+    layer, mlp = m.blocks[0].layer, m.blocks[0].mlp
     for module, std in (
         (m.embedding, 0.02),
         (m.head, 0.02),

@@ -27,7 +27,6 @@ from fastweights.layers.common.layer_arguments import check_one_of
 from fastweights.layers.common.plain_modules import (
     is_plain,
     is_plain_product,
-    is_untouched,
     register_forward,
 )
 from fastweights.models.config import LAYERS, ModelConfig
@@ -74,24 +73,19 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
 
-def fused_mlp(x: Hidden, mlp: Any) -> Hidden | None:
-    """x + mlp(x) in two launches; None if its modules have to be called."""
-    if not is_untouched(mlp, nn.Sequential):
+def fused_mlp(x: Hidden, norm: nn.RMSNorm, mlp: Any) -> Hidden | None:
+    """x + mlp(norm(x)) in two launches; None if modules have to be called."""
+    if type(mlp) is not SwiGLU or not are_fusable(x, [norm, mlp]):
         return None
-    norm, swiglu = mlp
-    if not is_untouched(swiglu, SwiGLU):
-        return None
-    if not are_fusable(x, [norm, swiglu.gate_up_proj, swiglu.down_proj]):
-        return None
-    (y,) = norm_and_project(x, norm, [swiglu.gate_up_proj], swiglu=True)
-    return project_and_add(x, y, swiglu.down_proj)
+    (y,) = norm_and_project(x, norm, [mlp.gate_up_proj], swiglu=True)
+    return project_and_add(x, y, mlp.down_proj)
 
 
 class Block(nn.Module):
-    """x + layer(norm(x)), then x + mlp(norm(x)) unless its type has none.
+    """x + layer(norm(x)), then x + mlp(mlp_norm(x)) unless its type has none.
 
     Types in the config's ``post_norm_types``: x + norm(layer(x)), then
-    x + norm(mlp(x)).
+    x + mlp_norm(mlp(x)).
 
     Args:
         config: the model's.
@@ -113,13 +107,12 @@ class Block(nn.Module):
         options = config.layer_options(index)
         layer_class = LAYERS[layer_type]
         self.layer = layer_class(D, **options, device=device, dtype=dtype)
-        self.mlp: nn.Module | None = None
+        self.mlp_norm: Any = None
+        self.mlp: Any = None
         self.post_norm = layer_type in config.post_norm_types
         if layer_type not in config.without_mlp:
-            norm = nn.RMSNorm(D, eps=eps, device=device, dtype=dtype)
-            mlp = SwiGLU(D, config.mlp_width, device=device, dtype=dtype)
-            both = (mlp, norm) if self.post_norm else (norm, mlp)
-            self.mlp = nn.Sequential(*both)
+            self.mlp_norm = nn.RMSNorm(D, eps=eps, device=device, dtype=dtype)
+            self.mlp = SwiGLU(D, config.mlp_width, device=device, dtype=dtype)
 
     def forward(
         self,
@@ -133,11 +126,13 @@ class Block(nn.Module):
             y = x if self.post_norm else self.norm(x)
             y, state = self.layer(y, state, cu_seqlens)
             y = x + (self.norm(y) if self.post_norm else y)
-        x = y
-        if self.mlp is not None:
-            y = fused_mlp(x, self.mlp) if fits else None
-            x = x + self.mlp(x) if y is None else y
-        return x, state
+        if self.mlp is None:
+            return y, state
+        x, norm, mlp = y, self.mlp_norm, self.mlp
+        if self.post_norm:
+            return x + norm(mlp(x)), state
+        y = fused_mlp(x, norm, mlp) if fits else None
+        return x + mlp(norm(x)) if y is None else y, state
 
     def _fused_step(
         self, x: Float[Tensor, "B T D"], state: LayerState

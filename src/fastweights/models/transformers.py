@@ -35,9 +35,8 @@ OUTER_NAMES = {
 }
 BLOCK = {
     "norm": "input_layernorm",
-    "mlp.0": "post_attention_layernorm",
-    "mlp.1.gate_up_proj": "mlp.gate_proj mlp.up_proj",
-    "mlp.1.down_proj": "mlp.down_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate_up_proj": "mlp.gate_proj mlp.up_proj",
 }
 DELTANET = BLOCK | {
     "layer.convolution.short_convolution": "linear_attn.conv1d",
@@ -61,12 +60,11 @@ BLOCK_NAMES = {
             "layer.norm": "linear_attn.o_norm",
             "layer.o_proj": "linear_attn.o_proj",
         },
-        "softmax": ATTENTION
+        "softmax": BLOCK
+        | ATTENTION
         | {
             "norm": "post_attention_layernorm",
-            "mlp.0.gate_up_proj": "mlp.gate_proj mlp.up_proj",
-            "mlp.0.down_proj": "mlp.down_proj",
-            "mlp.1": "post_feedforward_layernorm",
+            "mlp_norm": "post_feedforward_layernorm",
         },
     },
     "qwen3_5_text": {
