@@ -17,7 +17,7 @@ from fastweights.models.model import LanguageModel
 from fastweights.ops.decode import NARROW_STATE_DTYPES
 from fastweights.torch_internals import set_to_zero
 
-RowNumbers = Sequence[int] | Int[Tensor, " B"]
+Integers = Sequence[int] | Int[Tensor, " B"]
 
 
 class StatePool:
@@ -156,7 +156,7 @@ class StatePool:
         return states
 
     def reading(
-        self, rows: RowNumbers, num_tokens: int | RowNumbers
+        self, rows: Integers, num_tokens: int | Integers
     ) -> AbstractContextManager[list[LayerState]]:
         """The states for a call of the model in which these rows read tokens.
 
@@ -249,7 +249,7 @@ class StatePool:
         self.tokens_read = counts.amax(0).tolist()
 
     def _checked_rows(
-        self, name: str, rows: RowNumbers, allow_no_row: bool = False
+        self, name: str, rows: Integers, allow_no_row: bool = False
     ) -> list[int]:
         """The rows as a list of ints; raises unless taken, each once.
 
