@@ -124,19 +124,25 @@ def test_errors_call_by_call_of_one_who_always_says_nothing(monkeypatch):
 @pytest.mark.parametrize(
     ("what", "inputs"), [("unwritten", "beta"), ("unforgotten", "g")]
 )
-@pytest.mark.parametrize("ahead", [0, 6])
-def test_an_empty_line_and_what_follows_it_do_nothing(what, inputs, ahead):
+@pytest.mark.parametrize(("ahead", "left"), [(0, 0), (6, 0), (0, 1)])
+def test_an_empty_line_and_what_follows_it_do_nothing(
+    what, inputs, ahead, left
+):
     (trial, *_) = inside_calls.trials("gated delta")
     task = Calls(questions=2, calls=3)
     torch.manual_seed(0)
     model = LanguageModel(trial.model_config)
     tokens = task.batch(1, seed=0).tokens
     (_, before), *_ = recurrence_inputs(model, tokens)
-    with inside_calls.hindered(model, task, **{what: 3}, before=ahead):
+    with inside_calls.hindered(
+        model, task, **{what: 3}, before=ahead, left=left
+    ):
         (_, after), *_ = recurrence_inputs(model, tokens)
     text = bytes(tokens[0].tolist()).decode()
     ends = [x.end() - 1 for x in re.finditer("\n\n", text)]
-    still = {end - ahead + i for end in ends for i in range(3)}
+    assert len(ends) == 3 and ends[-1] == len(text) - 1
+    still = {end - ahead + i for end in ends[: 2 - left] for i in range(3)}
+    still |= {end - ahead + i for end in ends[2:] for i in range(3) if ahead}
     if ahead:
         assert all(text[end - 6 : end - 3] == "nt(" for end in ends)
     for i in range(len(text)):
