@@ -520,6 +520,28 @@ def check_values(
         step = beta * step.repeat_interleave(v.shape[2] // k.shape[2], -1)
         need = "beta |k|^2 <= 2, above which the delta rule diverges"
         errors.append(("beta", step > limit, need))
+    _refuse_entries(tensors, errors)
+    if cu_seqlens is not None:
+        check_offsets(cu_seqlens.tolist(), v.shape[1])
+
+
+def check_entries(need: str, /, **tensors: Tensor) -> None:
+    """Raise ValueError unless all are "numbers", or "numbers < inf".
+
+    For what a member makes operands of, where check_values looks at those.
+    """
+    if CHECKS_VALUES and all(_has_values(x) for x in tensors.values()):
+        # Nothing is equal to NaN.
+        limit = {"numbers": math.nan, "numbers < inf": math.inf}[need]
+        masks = [x.isnan() | (x == limit) for x in tensors.values()]
+        errors = [(*pair, need) for pair in zip(tensors, masks, strict=True)]
+        _refuse_entries(tensors, errors)
+
+
+def _refuse_entries(
+    tensors: dict[str, Tensor], errors: list[tuple[str, Tensor, str]]
+) -> None:
+    """Raise for the first entry of a mask: name, mask, what is needed."""
     flags = torch.stack([mask.any() for _, mask, _ in errors]).tolist()
     for (name, mask, need), is_wrong in zip(errors, flags, strict=True):
         if is_wrong:
@@ -528,8 +550,6 @@ def check_values(
                 f"{name}: got {tensors[name][tuple(index)].item()} at "
                 f"{index}, need {need}"
             )
-    if cu_seqlens is not None:
-        check_offsets(cu_seqlens.tolist(), v.shape[1])
 
 
 def _has_values(x: Tensor) -> bool:

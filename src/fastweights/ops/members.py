@@ -21,6 +21,7 @@ from torch import Tensor
 from fastweights.arguments import (
     RecurrenceOperands,
     check_dims,
+    check_entries,
     check_flags,
     check_gate,
     check_integers,
@@ -316,6 +317,7 @@ def gated_retention(
     check_dims("[B, T, HV, V]", v=v)
     narrow = (torch.float16, torch.bfloat16)
     check_gate("logits", logits, q, v, *narrow)
+    check_entries("numbers", logits=logits)
     check_numbers("> 0", temperature=temperature)
     dtype = compute_dtype(logits.dtype)
     g = F.logsigmoid(logits.to(dtype)) / temperature
@@ -425,6 +427,7 @@ def gated_deltanet2(
     check_dims("[B, T, HV, K]", g=g)
     check_strength("b", b, q, g.shape, k.shape)
     check_strength("w", w, q, v.shape)
+    check_entries("numbers", b=b, w=w)
     written, erase_key = gated_deltanet2_operands(k, v, b, w)
     return linear_recurrence(q, k, written, g, erase_key=erase_key, **options)
 
@@ -455,7 +458,7 @@ def comba(
     below e^-10, of which the dtype keeps nothing, counts as that.
 
     Args:
-        p: [B, T, HV, K] or [B, T, H, K], of q's dtype.
+        p: [B, T, HV, K] or [B, T, H, K], in fp32 or q's dtype.
     """
     q, k, v = cast_for_autocast(q, k, v)
     (p,) = cast_for_autocast(p)
@@ -464,6 +467,7 @@ def comba(
     )
     check_dims("[B, T, HV]", g=g, beta=beta)
     check_strength("p", p, q, (*g.shape, k.shape[3]), k.shape)
+    check_entries("numbers", p=p, beta=beta)
     written, g, erase_key = comba_operands(v, p, g, beta)
     return linear_recurrence(q, k, written, g, erase_key=erase_key, **options)
 
@@ -474,7 +478,8 @@ def comba_operands(
     """The v, g and erase_key of Comba's recurrence."""
     g, beta = clamp_gate(g, v.dtype), beta.to(compute_dtype(v.dtype))
     strength = beta * (-g).exp()
-    erase_key = _ScaleRows.apply(per_value_head(p, v.shape[2]), strength)
+    p = per_value_head(p.to(v.dtype), v.shape[2])
+    erase_key = _ScaleRows.apply(p, strength)
     return _ScaleRows.apply(v, beta), g, erase_key
 
 

@@ -9,7 +9,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fastweights.arguments import check_dims, check_gate, check_numbers
+from fastweights.arguments import (
+    check_dims,
+    check_entries,
+    check_gate,
+    check_numbers,
+)
 from fastweights.dtypes import MIN_LOG_DECAY, cast_for_autocast, compute_dtype
 from fastweights.heads import state_shape
 from fastweights.ops.common.backends import Backend
@@ -128,9 +133,11 @@ def _local_mlstm(
     if cu_seqlens is not None:
         tail = tail_mask(cu_seqlens, q.shape[1])[:, None]
         g, i = g.masked_fill(tail, 0), i.masked_fill(tail, 0)
+    check_entries("numbers < inf", i=i)
     state = m = None
     if initial_state is not None:
         state, m = initial_state
+        check_entries("numbers < inf", **{"initial_state[1]": m})
         state = state.masked_fill(m.isneginf()[..., None, None], 0)
     dtype = compute_dtype(q.dtype)
     # An empty state is not cleared again: kernels are slower where they clear.
@@ -381,6 +388,7 @@ def mlstm_step(
     S, m = state
     dtype = compute_dtype(q.dtype)
     first = m if rows is None else m[clamp_rows(rows, m)]
+    check_entries("numbers < inf", i=i, **{"state[1]": first})
     decay, weight, floor, last = gates_in_units(
         g, i, first, None, dtype, empty_decay=MIN_LOG_DECAY
     )
