@@ -89,8 +89,9 @@ class HeadsConvolution(CheckedModule):
 
     A short convolution with SiLU over all channels, then q and k divided by
     sqrt(|.|^2 + 1e-6): unit keys keep the delta rule from diverging. One
-    convolution over all channels, the module ``taps``, is the same function
-    as one for each of q, k and v; its weight is theirs one after the other.
+    convolution over all channels, the module ``short_convolution``, is the
+    same function as one for each of q, k and v; its weight is theirs one
+    after the other.
 
     Args:
         heads: heads H of q and k, value heads HV.
