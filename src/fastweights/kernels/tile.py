@@ -243,7 +243,7 @@ def store_state(states, b_S, i_s, i_v, condition, META: tl.constexpr):
 
 
 @triton.jit
-def time_order(BT: tl.constexpr):
+def token_lag(BT: tl.constexpr):
     """[BT, BT]: by how many tokens the row's is later than the column's."""
     o_c = tl.arange(0, BT)
     return o_c[:, None] - o_c[None, :]

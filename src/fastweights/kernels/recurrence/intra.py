@@ -50,9 +50,9 @@ def add_scores_by_level(sums, keys, b_high, b_low, mark, META: tl.constexpr):
     BT: tl.constexpr = META.BT
     dtype: tl.constexpr = b_k.dtype
     EXACT: tl.constexpr = dtype == tl.float32
-    FOLDED: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype
+    FOLDED_DTYPE: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype
     b_row, b_col, m_A, first = gates.folded_factors(b_high, b_low, mark, dtype)
-    sums = add_scores(sums, keys, (b_row, b_col), m_A, FOLDED, META)
+    sums = add_scores(sums, keys, (b_row, b_col), m_A, FOLDED_DTYPE, META)
     for level in range(first, gates.num_levels(BT) + 1):
         b_D, m_second = gates.to_middle(b_high, b_low, level, EXACT)
         b_d = tl.exp2(b_D)
@@ -70,13 +70,13 @@ def invert_and_store(b_Aqk, b_Aek, b_beta, scores, rows, META: tl.constexpr):
     BT: tl.constexpr = META.BT
     SCORES: tl.constexpr = META.score_tiles
     PRECISION: tl.constexpr = META.PRECISION
-    o_t = tile.time_order(BT)
+    b_lag = tile.token_lag(BT)
     if scores.Aqk is not None:
-        b_Aqk = tl.where(o_t >= 0, b_Aqk, 0.0)  # [BT, BT]
+        b_Aqk = tl.where(b_lag >= 0, b_Aqk, 0.0)  # [BT, BT]
         tile.store_rows(scores.Aqk, b_Aqk, rows, 0, SCORES)
     step_bound = 0.0
     if scores.R is not None:
-        b_Aek = tl.where(o_t >= 0, b_Aek, 0.0)  # [BT, BT]
+        b_Aek = tl.where(b_lag >= 0, b_Aek, 0.0)  # [BT, BT]
         if META.HAS_ERASE_KEY:
             b_R = inverse.checked_inverse(b_Aek, PRECISION)
         else:
@@ -137,7 +137,7 @@ def intra_fwd_kernel(
             tl.store(marks + i_ch, 0)
         return
     rows, rows_of_key = (t, end, i_hv), (t, end, i_hv // (HV // META.QK_HEADS))
-    o_t = tile.time_order(BT)
+    b_lag = tile.token_lag(BT)
     b_beta = None
     if inputs.beta is not None:
         b_beta = tile.load_numbers(inputs.beta, rows, HV, BT)  # [BT]
@@ -179,10 +179,10 @@ def intra_fwd_kernel(
                 mark = tl.minimum(mark, found)
             m_factorable = gates.is_factorable(b_total, inputs.k)  # [BK]
             b_outer = tl.where(m_factorable, 0.5 * b_total, 0.0)[None, :]
-            b_G = gates.sum_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
+            b_G = gates.sum_gates(b_lag < 0, b_high, b_low, EXACT)  # G_C - G
             b_k_out = (b_k * tl.exp2(b_G - b_outer)).to(dtype)  # [BT, BK]
             tile.store_rows(qk.k_out, b_k_out, rows, i_k, HV_KEYS)
-            b_G = gates.sum_gates(o_t >= 0, b_high, b_low, EXACT)
+            b_G = gates.sum_gates(b_lag >= 0, b_high, b_low, EXACT)
             b_row = tl.exp2(b_G - b_outer)
             b_q_in = (b_q * b_row).to(dtype)  # [BT, BK]
             tile.store_rows(qk.q_in, b_q_in, rows, i_k, HV_KEYS)
@@ -234,7 +234,7 @@ def intra_fwd_kernel(
     if PER_HEAD and DELTA:
         if HAS_ERASE_KEY:
             # Of each I - k e^T the largest singular value, at least 1.
-            b_ek = tl.sum(tl.where(o_t == 0, b_Aek, 0.0), axis=1)  # [BT]
+            b_ek = tl.sum(tl.where(b_lag == 0, b_Aek, 0.0), axis=1)  # [BT]
             b_ee *= b_kk  # |e|^2 |k|^2
             b_most = tl.sqrt(tl.maximum(4.0 - 4.0 * b_ek + b_ee, 0.0))
             b_most = tl.maximum(0.5 * (tl.sqrt(b_ee) + b_most), 1.0)

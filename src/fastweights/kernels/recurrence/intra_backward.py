@@ -59,7 +59,7 @@ def sum_over_values(grad_inputs, rows, i_ch, i_k, META: tl.constexpr):
             b_de = tl.dot(b_dv, b_hT, b_de, input_precision=PRECISION)
         if META.GATED:
             b_hdh = tl.dot(b_h, b_dhT, b_hdh, input_precision=PRECISION)
-    b_hdh = tl.where(tile.time_order(BK) == 0, b_hdh, 0.0)
+    b_hdh = tl.where(tile.token_lag(BK) == 0, b_hdh, 0.0)
     if META.PER_HEAD:  # noqa: SIM108
         b_dtotal = tl.sum(b_hdh)
     else:
@@ -76,7 +76,7 @@ def store_dbeta(dbeta, b_dAek, b_beta, rows, i_k, META: tl.constexpr):
     """
     NUMBERS: tl.constexpr = META.number_tiles
     if i_k == 0:
-        m_diag = tile.time_order(META.BT) == 0
+        m_diag = tile.token_lag(META.BT) == 0
         b_diag = tl.where(m_diag, b_dAek, 0.0)  # [BT, BT]
         b_dbeta = tl.sum(b_diag, axis=1) / tile.nonzero(b_beta)  # [BT]
         tile.store_rows(dbeta, b_dbeta[:, None], rows, 0, NUMBERS)
@@ -129,7 +129,7 @@ def intra_bwd_kernel(
         if is_marked(marks, i_c, i_h, META):
             return
     dtype = grad_inputs.do.dtype.element_ty
-    o_t = tile.time_order(BT)
+    b_lag = tile.token_lag(BT)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
     for i_g in range(NG):
@@ -147,7 +147,7 @@ def intra_bwd_kernel(
             if grads.dbeta is not None:
                 store_dbeta(grads.dbeta, b_dAek, b_weight, rows, i_k, META)
         if GATED:
-            b_diag = tl.where(o_t == 0, b_dAqk, 0.0)  # [BT, BT]
+            b_diag = tl.where(b_lag == 0, b_dAqk, 0.0)  # [BT, BT]
             b_diag = (call.scale * b_weight * tl.sum(b_diag, axis=1))[:, None]
         if PER_HEAD:
             b_row_in = tl.load(tile.slot_row(decays.row_in, i_ch, BT))  # [BT]
@@ -167,9 +167,9 @@ def intra_bwd_kernel(
                 b_dAek = tl.fma(b_dAek, -1.0, -0.0)
             else:
                 b_dAek *= -b_weight[None, :]
-        m_A = o_t > 0 if GATED else o_t >= 0
+        m_A = b_lag > 0 if GATED else b_lag >= 0
         b_dAqk = tl.where(m_A, b_dAqk, 0.0).to(dtype)  # [BT, BT]
-        b_dAek = tl.where(o_t > 0, b_dAek, 0.0).to(dtype)  # [BT, BT]
+        b_dAek = tl.where(b_lag > 0, b_dAek, 0.0).to(dtype)  # [BT, BT]
 
         # The states' decays, and who reads them: of a gate per channel, q and
         # k of the value head.
@@ -228,13 +228,13 @@ def intra_bwd_kernel(
             tl.store(grads.dg_parts + BT + o_c, b_sums[1])
             tl.store(grads.dtotal + i_chk, b_dtotal)
         elif PER_CHANNEL:
-            b_dg = gates.sum_rows(o_t <= 0, b_pairs, SPLIT)  # [BT, BK]
-            b_dg += gates.sum_rows(o_t > 0, b_w, SPLIT) + b_dtotal[None, :]
+            b_dg = gates.sum_rows(b_lag <= 0, b_pairs, SPLIT)  # [BT, BK]
+            b_dg += gates.sum_rows(b_lag > 0, b_w, SPLIT) + b_dtotal[None, :]
             tile.store_rows(grads.dg, b_dg, rows, i_k, HV_KEYS)
 
             b_g = tile.load_rows(g, rows, i_k, HV_KEYS)  # [BT, BK]
             b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
-            b_G = gates.sum_gates(o_t < 0, b_high, b_low, EXACT)  # G_C - G
+            b_G = gates.sum_gates(b_lag < 0, b_high, b_low, EXACT)  # G_C - G
             # Loaded again, or it would take registers all the way here.
             b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)  # [BK]
             b_G -= (0.5 * b_total)[None, :]  # G_p - G
@@ -349,13 +349,13 @@ def intra_bwd_unfactorable_kernel(
     NG: tl.constexpr = HV // H
     LEVELS: tl.constexpr = gates.num_levels(BT)
     dtype: tl.constexpr = grad_inputs.do.dtype.element_ty
-    FOLDED: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype
+    FOLDED_DTYPE: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype
     i_c, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
     i_k = tl.program_id(0) % NK
     if is_marked(marks, i_c, i_h, META) == 0:
         return
     t, end = tile.chunk_span(i_c, call.cu_seqlens, call.N, call.T, BT)
-    o_t = tile.time_order(BT)
+    b_lag = tile.token_lag(BT)
     rows_of_key = (t, end, i_h)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
@@ -393,33 +393,33 @@ def intra_bwd_unfactorable_kernel(
             b_dAek *= -b_beta[None, :]
             b_dk_hv *= b_beta[:, None]
         b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
-        b_G = gates.sum_gates(o_t >= 0, b_high, b_low, EXACT, True)
+        b_G = gates.sum_gates(b_lag >= 0, b_high, b_low, EXACT, True)
         b_in = tl.exp2(b_G)
         b_dAqk *= call.scale
         b_dq_hv *= call.scale * b_in
         b_de *= -b_in
-        b_G = gates.sum_gates(o_t < 0, b_high, b_low, EXACT, True)
+        b_G = gates.sum_gates(b_lag < 0, b_high, b_low, EXACT, True)
         b_dk_hv *= tl.exp2(b_G)
         b_w = b_k * b_dk_hv  # [BT, BK]
         b_pairs = b_q * b_dq_hv + b_e * b_de
-        b_dg = gates.sum_rows(o_t > 0, b_w, SPLIT, True)
+        b_dg = gates.sum_rows(b_lag > 0, b_w, SPLIT, True)
         b_dg += (tl.exp2(b_total) * b_dtotal)[None, :]
 
         # Through the scores, the diagonal by itself.
-        b_diag = tl.sum(tl.where(o_t == 0, b_dAqk, 0.0), axis=1)[:, None]
+        b_diag = tl.sum(tl.where(b_lag == 0, b_dAqk, 0.0), axis=1)[:, None]
         b_dq_hv += b_diag * b_k
         b_dk_hv += b_diag * b_q
         if not HAS_ERASE_KEY:
             b_dk_hv += b_de
-        b_dAqk = tl.where(o_t > 0, b_dAqk, 0.0).to(dtype)  # [BT, BT]
-        b_dAek = tl.where(o_t > 0, b_dAek, 0.0).to(dtype)  # [BT, BT]
+        b_dAqk = tl.where(b_lag > 0, b_dAqk, 0.0).to(dtype)  # [BT, BT]
+        b_dAek = tl.where(b_lag > 0, b_dAek, 0.0).to(dtype)  # [BT, BT]
         b_row, b_col, m_A, first = gates.folded_factors(
             b_high, b_low, mark, dtype, True
         )
         sums, dscores = (b_dq_hv, b_dk_hv, b_de, b_pairs), (b_dAqk, b_dAek)
         keys = b_q, b_k, b_e
         factors = b_row, b_col
-        sums = add_grads(sums, dscores, keys, factors, m_A, FOLDED, META)
+        sums = add_grads(sums, dscores, keys, factors, m_A, FOLDED_DTYPE, META)
         for level in range(first, LEVELS + 1):
             b_D, m_second = gates.to_middle(b_high, b_low, level, EXACT, True)
             b_d = tl.exp2(b_D)
@@ -431,7 +431,7 @@ def intra_bwd_unfactorable_kernel(
         b_dk += b_dk_hv
         if HAS_ERASE_KEY:
             tile.store_rows(grads.de, b_de, rows, i_k, HV_KEYS)
-        b_dg += gates.sum_rows(o_t <= 0, b_pairs, SPLIT, True)
+        b_dg += gates.sum_rows(b_lag <= 0, b_pairs, SPLIT, True)
         tile.store_rows(grads.dg, b_dg, rows, i_k, HV_KEYS)
 
     tile.store_rows(grads.dq, b_dq, rows_of_key, i_k, KEYS)

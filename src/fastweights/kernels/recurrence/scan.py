@@ -389,7 +389,7 @@ def scan_fwd_kernel(
                     b_A *= gates.decay_matrix(b_G)
                     b_new = b_v_new.to(b_v.dtype)
             if not PER_CHANNEL:
-                b_A = tl.where(tile.time_order(BT) >= 0, b_A, 0.0)
+                b_A = tl.where(tile.token_lag(BT) >= 0, b_A, 0.0)
                 b_A = b_A.to(b_v.dtype)
             b_o = tile.by_columns(b_o, BY_COLUMNS)
             # o = scale (q S + Aqk v_new) [BT, BV]
@@ -610,7 +610,7 @@ def scan_bwd_kernel(
                 b_A *= gates.decay_matrix(b_G, TRANSPOSED=True)
                 b_do_A = b_do.to(output_grads.do.dtype.element_ty)
         if not PER_CHANNEL:
-            b_A = tl.where(tile.time_order(BT) <= 0, b_A, 0.0)
+            b_A = tl.where(tile.token_lag(BT) <= 0, b_A, 0.0)
             b_A = b_A.to(b_do_in.dtype)
         b_w = tile.dot(b_A, b_do_A, b_w, PRECISION, BY_COLUMNS)  # [BT, BV]
         if PER_HEAD:
