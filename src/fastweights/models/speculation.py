@@ -98,17 +98,20 @@ def speculate(
         propose: drafts up to MAX_DRAFTS tokens behind each row's text, none
             behind one that is done.
     """
-    rows, sent = reader.rows, 0
+    continuations, sent = reader.continuations, 0
     first = draw_tokens(logits, reader.sampling).tolist()
-    for row, token in zip(rows, first, strict=True):
-        row.append_draws([token], [])
+    for one, token in zip(continuations, first, strict=True):
+        one.append_draws([token], [])
     while True:
-        counts = [len(row.text) - row.prompt_length for row in rows]
-        both = zip(counts, rows, strict=True)
-        going = [n for n, row in both if not row.done]
+        counts = [len(one.text) - one.prompt_length for one in continuations]
+        both = zip(counts, continuations, strict=True)
+        going = [n for n, one in both if not one.done]
         ready = min(going, default=max(counts))
-        steps = [[row.token_at(t) for row in rows] for t in range(sent, ready)]
-        sent, diverged = ready, any(row.not_finite for row in rows)
+        steps = [
+            [one.token_at(t) for one in continuations]
+            for t in range(sent, ready)
+        ]
+        sent, diverged = ready, any(one.not_finite for one in continuations)
         drafts, draws = [], None
         if going and not diverged:  # the device reads on meanwhile
             drafts = propose()
@@ -119,8 +122,10 @@ def speculate(
             raise ValueError(NOT_FINITE)
         if draws is None:
             return
-        for row, drawn, draft in zip(rows, draws(), drafts, strict=True):
-            row.append_draws(drawn, draft)
+        for one, drawn, draft in zip(
+            continuations, draws(), drafts, strict=True
+        ):
+            one.append_draws(drawn, draft)
 
 
 class Reader:
@@ -129,7 +134,7 @@ class Reader:
     Args:
         model: which reads, in CUDA graphs where it can be recorded.
         states: its states after the prompts; they are changed in place.
-        rows: whose texts grow.
+        continuations: whose texts grow.
         sampling: how they are drawn from.
     """
 
@@ -137,14 +142,17 @@ class Reader:
         self,
         model: LanguageModel,
         states: LayerStates,
-        rows: list[Continuation],
+        continuations: list[Continuation],
         sampling: Sampling,
     ) -> None:
-        self.model, self.states, self.rows = model, states, rows
+        self.model, self.states = model, states
+        self.continuations = continuations
         self.sampling = sampling
-        self.tokens_read = [row.prompt_length for row in rows]
+        self.tokens_read = [one.prompt_length for one in continuations]
         # Tokens of each row, how many are new, and were drawn before.
-        self.inputs = sampling.seed.new_zeros(len(rows), PASS_TOKENS + 2)
+        self.inputs = sampling.seed.new_zeros(
+            len(continuations), PASS_TOKENS + 2
+        )
         self.draws = self.inputs[:, :PASS_TOKENS].clone()
         self.recordings: dict[int, Recording] = {}
         if is_recordable(model, self.draws):
@@ -159,13 +167,13 @@ class Reader:
             finite.
         """
         inputs, spans = [], []
-        for row, n, draft in zip(
-            self.rows, self.tokens_read, drafts, strict=True
+        for one, n, draft in zip(
+            self.continuations, self.tokens_read, drafts, strict=True
         ):
-            new = [] if row.done else row.text[n:]
+            new = [] if one.done else one.text[n:]
             tokens = new + draft
             padding = [0] * (PASS_TOKENS - len(tokens))
-            num_drawn = n + 1 - row.prompt_length
+            num_drawn = n + 1 - one.prompt_length
             inputs.append([*tokens, *padding, len(new), num_drawn])
             spans.append((len(new), len(tokens)))
         self.inputs.copy_(copy_to_device(inputs, self.inputs))
@@ -209,7 +217,7 @@ class Reader:
 def make_proposer(
     draft: Draft,
     model: LanguageModel,
-    rows: list[Continuation],
+    continuations: list[Continuation],
     sampling: Sampling,
 ) -> Callable[[], list[Text]]:
     """A function that drafts MAX_DRAFTS tokens at most behind each text."""
@@ -227,11 +235,11 @@ def make_proposer(
                 f"draft: got device {device}, need the model's, "
                 f"{sampling.seed.device}"
             )
-        prompts = [torch.tensor(row.text) for row in rows]
+        prompts = [torch.tensor(one.text) for one in continuations]
         _, states = prefill(
-            draft_model, prompts, rows[0].max_new_tokens + PASS_TOKENS
+            draft_model, prompts, continuations[0].max_new_tokens + PASS_TOKENS
         )
-        reader = Reader(draft_model, states, rows, sampling)
+        reader = Reader(draft_model, states, continuations, sampling)
         return lambda: draft_by_model(reader)
     if draft != "lookup" and not callable(draft):
         raise ValueError(
@@ -240,13 +248,13 @@ def make_proposer(
         )
     guessers: list[Any] = [
         NgramLookup() if draft == "lookup" else lambda text: draft(text.copy())
-        for _ in rows
+        for _ in continuations
     ]
 
     def propose() -> list[Text]:
         drafts: list[Text] = []
-        for guess, row in zip(guessers, rows, strict=True):
-            tokens = [] if row.done else guess(row.text)
+        for guess, one in zip(guessers, continuations, strict=True):
+            tokens = [] if one.done else guess(one.text)
             drafts.append([int(token) for token in tokens][:MAX_DRAFTS])
             check_ids("draft", drafts[-1], V)
         return drafts
@@ -256,7 +264,7 @@ def make_proposer(
 
 def draft_by_model(reader: Reader) -> list[Text]:
     """What a second model draws, a pass for each draft."""
-    drafts: list[Text] = [[] for _ in reader.rows]
+    drafts: list[Text] = [[] for _ in reader.continuations]
     for _ in range(MAX_DRAFTS):
         draws = reader(drafts)()  # none of a row that is done
         for draft, drawn in zip(drafts, draws, strict=True):

@@ -63,12 +63,12 @@ def stream(
             speculate,
         )
 
-        texts = [
+        continuations = [
             Continuation(row.tolist(), len(row), max_new_tokens, stop_tokens)
             for row in rows
         ]
-        propose = make_proposer(draft, model, texts, sampling)
-        reader = Reader(model, states, texts, sampling)
+        propose = make_proposer(draft, model, continuations, sampling)
+        reader = Reader(model, states, continuations, sampling)
         yield from speculate(reader, logits, propose)
         return
     decoding = Decoding(
