@@ -15,24 +15,24 @@ HeadStates = Float[Tensor, "N HV K V"]
 
 
 def split_heads(
-    x: Float[Tensor, "B T C"], heads: HeadLayout
+    x: Float[Tensor, "B T C"], layout: HeadLayout
 ) -> tuple[
     Float[Tensor, "B T H K"],
     Float[Tensor, "B T H K"],
     Float[Tensor, "B T HV V"],
 ]:
     """Views of x's channels as q, k and v, one behind the other."""
-    H, K, HV, V = heads
+    H, K, HV, V = layout
     q, k, v = x.split((H * K, H * K, HV * V), dim=-1)
     q, k = (t.unflatten(-1, (H, K)) for t in (q, k))
     return q, k, v.unflatten(-1, (HV, V))
 
 
 def empty_heads(
-    x: Float[Tensor, "B T C"], heads: HeadLayout
+    x: Float[Tensor, "B T C"], layout: HeadLayout
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v to be filled; without heads v in x's shape alone."""
-    (B, T, _), (H, K, HV, V) = x.shape, heads
+    (B, T, _), (H, K, HV, V) = x.shape, layout
     if not H:
         return x.new_empty(0), x.new_empty(0), x.new_empty(x.shape)
     q, k = (x.new_empty(B, T, H, K) for _ in "qk")

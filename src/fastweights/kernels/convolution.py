@@ -91,7 +91,7 @@ def forward(
     bias: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    heads: HeadLayout,
+    layout: HeadLayout,
     eps: float | None,
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -99,8 +99,8 @@ def forward(
 
     The tensors are contiguous, and there is a token.
     """
-    (B, T, C), (H, K, *_) = x.shape, heads
-    outputs = empty_heads(x, heads)
+    (B, T, C), (H, K, *_) = x.shape, layout
+    outputs = empty_heads(x, layout)
     N, W = num_sequences(x, cu_seqlens), weight.shape[1]
     state = x.new_empty(N, W - 1, C)
     tile, settings = convolution_options(C, H, K, B * T, back=False)
@@ -122,7 +122,7 @@ def backward(
     bias: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    heads: HeadLayout,
+    layout: HeadLayout,
     eps: float | None,
     silu: bool,
 ) -> list[Tensor | None]:
@@ -131,7 +131,7 @@ def backward(
     Those of weight and bias are in fp32. The tensors are contiguous.
     """
     (B, T, C), W = x.shape, weight.shape[1]
-    H, K, *_ = heads
+    H, K, *_ = layout
     few = bias is None and initial_state is None and dstate is None
     on_hopper = gpu_of(x.device).capability == (9, 0)
     lean = few and x.element_size() < 4 and on_hopper

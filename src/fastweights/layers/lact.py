@@ -101,9 +101,9 @@ class LaCT(Layer):
                 f"{dim}"
             )
         check_even("dim / num_attention_heads", dim // near)
-        self.attention_heads = near
+        self.num_attention_heads = near
         hidden = scaled_size("expansion", expansion, head_dim=K)
-        self.dim, self.heads, self.theta = dim, H, theta
+        self.dim, self.num_heads, self.theta = dim, H, theta
         self.chunk_size, self.window, self.muon = chunk_size, window, muon
         self.prenorm = prenorm
         self.base = base_lr + math.log(-math.expm1(-base_lr))
@@ -144,7 +144,7 @@ class LaCT(Layer):
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         position = token_positions(x.shape[1], x.device, state, cu_seqlens)
         unpacked = UnpackedRows(x, state, cu_seqlens)
-        heads = (self.attention_heads, -1)
+        heads = (self.num_attention_heads, -1)
 
         def rotated(t: Tensor) -> Tensor:
             return rotary(t.unflatten(-1, heads), position, self.theta)
@@ -159,7 +159,7 @@ class LaCT(Layer):
             unpacked.lengths,
         )
         scales, offsets = upcast(self.qk_scale), upcast(self.qk_offset)
-        split = (self.heads, -1)
+        split = (self.num_heads, -1)
         q, k = (
             rotated(self.unit(F.silu(upcast(t) * scales[i] + offsets[i])))
             .to(v.dtype)
@@ -194,7 +194,7 @@ class LaCT(Layer):
 
     def unit(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         """x at length 1 per head of the memory: x / (|x| + 1e-5)."""
-        heads = x.unflatten(-1, (self.heads, -1))
+        heads = x.unflatten(-1, (self.num_heads, -1))
         size = heads.square().sum(-1, keepdim=True)
         # The root of 0 has no gradient.
         size = size.where(size > 0, 1.0).sqrt()

@@ -62,7 +62,7 @@ class MesaNet(Layer):
     ) -> None:
         super().__init__()
         H, K = num_heads, head_size(head_dim, dim, num_heads)
-        self.dim, self.heads, self.steps = dim, H, steps
+        self.dim, self.num_heads, self.steps = dim, H, steps
         self.min_ridge = min_ridge
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **factory)
@@ -85,7 +85,7 @@ class MesaNet(Layer):
 
         S is [N, H, K, 2 K], sums of k k^T beside those of k v^T.
         """
-        H = self.heads
+        H = self.num_heads
         qk, v = self.qkv_proj(x).tensor_split([2 * len(self.lam)], -1)
         qk, past = self.convolution(qk, state, cu_seqlens)
         q, k = (l2norm(t.unflatten(-1, (H, -1))) for t in qk.chunk(2, -1))

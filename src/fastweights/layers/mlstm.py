@@ -64,7 +64,7 @@ class MLSTM(Layer):
         K = scaled_size("qk_factor", qk_factor, H, dim=dim)
         V = scaled_size("v_factor", v_factor, H, dim=dim)
         self.dim, self.cap = dim, cap
-        self.heads = (H, K, H, V)
+        self.layout = (H, K, H, V)
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **factory)
         self.gates = nn.Linear(dim, 2 * H, **factory)
@@ -87,7 +87,7 @@ class MLSTM(Layer):
         self, x: Hidden, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Hidden, LayerState]:
         """y, and the state (S, m) after the last token of each sequence."""
-        q, k, v = split_heads(self.qkv_proj(x), self.heads)
+        q, k, v = split_heads(self.qkv_proj(x), self.layout)
         a = upcast(self.gates(x))
         i, f = (self.cap * torch.tanh(a / self.cap)).chunk(2, -1)
         g = F.logsigmoid(f)

@@ -71,7 +71,7 @@ class MultiScaleRetention(Layer):
         V = scaled_size("expand_v", expand_v, H, dim=dim)
         check_even("dim / num_heads", K)  # channels turn in pairs
         self.dim, self.theta = dim, theta
-        self.heads = (H, K, H, V)
+        self.layout = (H, K, H, V)
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **factory)
         self.g_proj = nn.Linear(dim, H * V, bias=False, **factory)
@@ -82,7 +82,7 @@ class MultiScaleRetention(Layer):
         self, x: Hidden, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Hidden, LayerState]:
         """y, and the state (S, position) after each sequence's last token."""
-        q, k, v = split_heads(self.qkv_proj(x), self.heads)
+        q, k, v = split_heads(self.qkv_proj(x), self.layout)
         T = x.shape[1]
         start, total = token_offset(T)
         position = token_positions(T, x.device, state, cu_seqlens, start)
@@ -145,7 +145,7 @@ class LightningAttention(Layer):
     ) -> None:
         super().__init__()
         H, K = num_heads, head_size(head_dim, dim, num_heads)
-        self.dim, self.heads = dim, (H, K, H, K)
+        self.dim, self.layout = dim, (H, K, H, K)
         self.layer, self.num_layers = layer, num_layers
         lightning_decay(H, layer, num_layers)  # checks them
         factory: FactoryOptions = {"device": device, "dtype": dtype}
@@ -159,7 +159,7 @@ class LightningAttention(Layer):
     ) -> tuple[Hidden, LayerState]:
         """y, and the state (S) after the last token of each sequence."""
         qkv = F.silu(self.qkv_proj(x))
-        q, k, v = split_heads(qkv, self.heads)
+        q, k, v = split_heads(qkv, self.layout)
         g = lightning_decay(
             v.shape[2],
             self.layer,

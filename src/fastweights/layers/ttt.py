@@ -77,7 +77,7 @@ class TTTLinear(Layer):
         base_lr = self.default_lr if base_lr is None else base_lr
         H, K = num_heads, head_size(head_dim, dim, num_heads)
         check_even("head_dim", K)
-        self.dim, self.heads = dim, (H, K, H, K)
+        self.dim, self.layout = dim, (H, K, H, K)
         self.mini_batch, self.base_lr, self.theta = mini_batch, base_lr, theta
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **factory)
@@ -124,7 +124,7 @@ class TTTLinear(Layer):
         S [N, H, 2, P] holds what a head's P weights have learned, and the
         gradients of a mini-batch that is not complete.
         """
-        q, k, v = split_heads(self.qkv_proj(x), self.heads)
+        q, k, v = split_heads(self.qkv_proj(x), self.layout)
         position = token_positions(x.shape[1], x.device, state, cu_seqlens)
         position = position % self.mini_batch
         q, k = (rotary_neighbours(t, position, self.theta) for t in (q, k))

@@ -270,20 +270,20 @@ def _forward(
     x: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What a backend computes."""
-    *inputs, heads, eps, silu, backend = arguments
+    *inputs, layout, eps, silu, backend = arguments
     chosen, module = _backend_and_module(backend, x)
     check_offsets_on_host(inputs[-1], x.shape[1])
     record_run(f"{chosen} forward")
     with without_autocast(x):
-        return module.forward(x, *inputs, tuple(heads), eps, silu)
+        return module.forward(x, *inputs, tuple(layout), eps, silu)
 
 
 def _fake(
     x: Tensor, weight: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _, _, cu_seqlens, heads, *_ = others
+    _, _, cu_seqlens, layout, *_ = others
     N, W = num_sequences(x, cu_seqlens), weight.shape[1]
-    return *empty_heads(x, heads), x.new_empty(N, W - 1, x.shape[2])
+    return *empty_heads(x, layout), x.new_empty(N, W - 1, x.shape[2])
 
 
 def _backward(
@@ -299,20 +299,20 @@ def _backward(
     Each has its input's shape and dtype. A gradient of a result is None where
     nothing depends on it.
     """
-    *others, heads, eps, silu, backend = arguments
+    *others, layout, eps, silu, backend = arguments
     chosen, module = _backend_and_module(backend, x)
     record_run(f"{chosen} backward")
     outputs = [dq, dk, dv]
     if any(dy is None for dy in outputs):
         outputs = [
             zeros.zero_() if dy is None else dy
-            for dy, zeros in zip(outputs, empty_heads(x, heads), strict=True)
+            for dy, zeros in zip(outputs, empty_heads(x, layout), strict=True)
         ]
     output_grads = (
         None if t is None else t.contiguous() for t in (*outputs, dstate)
     )
     with without_autocast(x):
-        options = tuple(heads), eps, silu
+        options = tuple(layout), eps, silu
         grads = module.backward(*output_grads, x, *others, *options)
     return [
         grad.to(t.dtype).contiguous()
@@ -327,7 +327,7 @@ CONVOLUTION = Operator(
     "Tensor? cu_seqlens",
     # H, K, HV and V, of which H is 0 where v is all there is, in x's shape;
     # what is added under the root of the norm, None without one.
-    "int[] heads, float? eps, bool silu, str backend",
+    "int[] layout, float? eps, bool silu, str backend",
     "Tensor q, Tensor k, Tensor v, Tensor state",
     forward=_forward,
     fake=_fake,

@@ -140,22 +140,22 @@ def forward(
     bias: Float[Tensor, " C"] | None,
     initial_state: Float[Tensor, "N W-1 C"] | None,
     cu_seqlens: Offsets | None,
-    heads: HeadLayout,
+    layout: HeadLayout,
     eps: float | None,
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Float[Tensor, "N W-1 C"]]:
     """q, k, v and the last W - 1 inputs of each sequence.
 
-    ``heads`` is H, K, HV, V. Without an ``eps`` nothing is normalised.
+    ``layout`` is H, K, HV, V. Without an ``eps`` nothing is normalised.
     """
     rows, z, places = unactivated(x, weight, bias, initial_state, cu_seqlens)
     N, W = num_sequences(x, cu_seqlens), weight.shape[1]
     last = last_inputs(rows, places, N, W)
     state = x.new_empty(last.shape).copy_(last)
     y = F.silu(z, inplace=True) if silu else z
-    if not heads[0]:
+    if not layout[0]:
         return x.new_empty(0), x.new_empty(0), y.to(x.dtype), state
-    q, k, v = split_heads(y, heads)
+    q, k, v = split_heads(y, layout)
     if eps is not None:
         q, k = (t * inverse_norm(t, eps) for t in (q, k))
     # Copies, since an operator's results share no memory.
@@ -173,7 +173,7 @@ def backward(
     bias: Float[Tensor, " C"] | None,
     initial_state: Float[Tensor, "N W-1 C"] | None,
     cu_seqlens: Offsets | None,
-    heads: HeadLayout,
+    layout: HeadLayout,
     eps: float | None,
     silu: bool,
 ) -> list[Tensor | None]:
@@ -183,12 +183,12 @@ def backward(
     """
     rows, z, places = unactivated(x, weight, bias, initial_state, cu_seqlens)
     sigmoid = torch.sigmoid(z) if silu else None
-    if heads[0] and dq is not None and dk is not None:
+    if layout[0] and dq is not None and dk is not None:
         dy = torch.cat([t.flatten(2) for t in (dq, dk, dv)], dim=2)
         dy = dy.to(rows.dtype)
         if eps is not None:
             y = z if sigmoid is None else z * sigmoid
-            outputs, grads = split_heads(y, heads), split_heads(dy, heads)
+            outputs, grads = split_heads(y, layout), split_heads(dy, layout)
             for part, grad in zip(outputs[:2], grads[:2], strict=True):
                 scale = inverse_norm(part, eps)  # r; the output is r y
                 along = torch.linalg.vecdot(part, grad)[..., None]
