@@ -73,7 +73,8 @@ def test_rows_of_a_model_of_calls(monkeypatch, variant):
     every = [*inside_calls.rows([variant], seeds=[0])]
     rows, (as_it_is, *others) = every[:4], every[4:]
     assert as_it_is.items() >= inside_calls.NOT_HINDERED.items()
-    assert len(others) > 1
+    assert as_it_is["program"].count("\n\n") == inside_calls.CALLS
+    assert len(others) > 1 and not any("program" in row for row in others)
     assert [(row["layer"], row["head"]) for row in rows] == [
         (0, 0),
         (0, 1),

@@ -122,7 +122,10 @@ def stages(trial: Trial, device: str, **unused: Any) -> Stages:
     found = heads(model, tokens, task)
     for hindrance in HINDERED[trial.variant]:
         with hindered(model, task, **hindrance):
-            found.append(NOT_HINDERED | hindrance | by_call(model, task))
+            row = NOT_HINDERED | hindrance | by_call(model, task)
+        if hindrance:
+            del row["program"]  # once is enough
+        found.append(row)
     return {"rows": [{**of, **row} for row in found]}
 
 
