@@ -1,4 +1,4 @@
-"""Check what a chapter claims, and what its reader answers.
+"""The book's torch.testing: check what a chapter claims and a reader answers.
 
     with Footprint() as touched:
         o, state = fw.linear_attention(q, k, v)

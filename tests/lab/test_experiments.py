@@ -251,7 +251,7 @@ def test_softmax_is_the_sum_over_tokens_in_the_same_surroundings(theta):
     for t in range(5):
         scores = (q[:, t, None] * k[:, : t + 1]).sum(-1) / 2
         o[:, t] = (scores.softmax(1)[..., None] * v[:, : t + 1]).sum(1)
-    wanted = layer.o_proj(layer.norm(o, layer.g_proj(x)))
+    wanted = layer.o_proj(layer.norm(o, layer.gate_proj(x)))
     torch.testing.assert_close(y, wanted)
     assert torch.equal(after.values, v)
     with pytest.raises(ValueError, match=r"^state, cu_seqlens: got one"):

@@ -309,7 +309,7 @@ def test_lightning_as_transformers_and_as_minimax():
         scores = torch.einsum("bthd,bshd->bhts", q, k) * weights
         o = torch.einsum("bhts,bshd->bthd", scores, v).flatten(2)
         o = F.rms_norm(o, (2 * heads,), eps=1e-6)
-        want = layer.o_proj(o * layer.g_proj(x).sigmoid())
+        want = layer.o_proj(o * layer.gate_proj(x).sigmoid())
         assert (relative_error(y, want) < 1e-4) == same
 
 

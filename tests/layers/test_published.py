@@ -93,8 +93,8 @@ def put_in(w, x, *sizes, conv=True, bend=silu):
 
 def put_out(w, x, o):
     y = (rms(o) * w["norm.weight"]).flatten(1)
-    if "g_proj.weight" in w:
-        y = y * silu(x @ w["g_proj.weight"].T)
+    if "gate_proj.weight" in w:
+        y = y * silu(x @ w["gate_proj.weight"].T)
     return y @ w["o_proj.weight"].T
 
 
@@ -133,8 +133,8 @@ def kda(w, x, H, HV, K, V, *, conv=True, most=1, least=None):
     g = -A * softplus(a) if least is None else least * sigmoid(A * a)
     beta = most * sigmoid(x @ w["b_proj.weight"].T)
     y = (rms(recurrence(q, k, v, g.exp(), beta)) * w["norm.weight"]).flatten(1)
-    z = x @ w["g_proj.0.weight"].T @ w["g_proj.1.weight"].T
-    y = y * sigmoid(z + w.get("g_proj.1.bias", 0))
+    z = x @ w["gate_proj.0.weight"].T @ w["gate_proj.1.weight"].T
+    y = y * sigmoid(z + w.get("gate_proj.1.bias", 0))
     return y @ w["o_proj.weight"].T
 
 
@@ -164,8 +164,8 @@ def gated_deltanet2(w, x, H, HV, K, V, *, conv=True, most=1, least=None):
     decay = g.exp().repeat_interleave(HV // H, 1)
     o = erasing(q, k, s * v, b * k, decay)
     y = (rms(o) * w["norm.weight"]).flatten(1)
-    z = x @ w["g_proj.0.weight"].T @ w["g_proj.1.weight"].T
-    return (y * sigmoid(z + w["g_proj.1.bias"])) @ w["o_proj.weight"].T
+    z = x @ w["gate_proj.0.weight"].T @ w["gate_proj.1.weight"].T
+    return (y * sigmoid(z + w["gate_proj.1.bias"])) @ w["o_proj.weight"].T
 
 
 def comba(w, x, H, HV, K, V, *, unit_p=False):
@@ -182,7 +182,7 @@ def comba(w, x, H, HV, K, V, *, unit_p=False):
     # Before the decay: e^-g undoes it.
     o = erasing(q, k, beta * v, beta * p / decay, decay)
     y = (rms(o) * w["norm.weight"]).flatten(1)
-    return (y * sigmoid(x @ w["g_proj.weight"].T)) @ w["o_proj.weight"].T
+    return (y * sigmoid(x @ w["gate_proj.weight"].T)) @ w["o_proj.weight"].T
 
 
 def family(
@@ -237,7 +237,7 @@ def lightning(w, x, H, K, slopes, layer, layers):
     decay = (-x.new_tensor(slopes) * part).exp().expand(len(x), H)
     o = recurrence(q, k, v, decay, scale=1)
     y = rms(o.flatten(1), 1e-6) * w["norm.weight"]
-    y = y * sigmoid(x @ w["g_proj.weight"].T)
+    y = y * sigmoid(x @ w["gate_proj.weight"].T)
     return y @ w["o_proj.weight"].T
 
 
@@ -290,7 +290,7 @@ def mlstm(w, x, H, K, V, cap=15, eps=1e-6):
             o[t, h] = C.T @ q[t, h] / K**0.5 / (z + eps * m.exp())
     o = o - o.mean(-1, keepdim=True)
     y = rms(o, 1e-6).flatten(1) * w["norm.weight"]
-    y = y * sigmoid(x @ w["g_proj.weight"].T)
+    y = y * sigmoid(x @ w["gate_proj.weight"].T)
     return y @ w["o_proj.weight"].T
 
 
@@ -313,8 +313,8 @@ def softmax(w, x, H, HK, K, *, theta=1e4, turn=1.0, per_head=True):
             p = (k[: t + 1, kv] @ q[t, h] / K**0.5).softmax(0)
             o[t, h] = p @ v[: t + 1, kv]
     y = o.flatten(1)
-    if "g_proj.weight" in w:
-        y = y * sigmoid(x @ w["g_proj.weight"].T)
+    if "gate_proj.weight" in w:
+        y = y * sigmoid(x @ w["gate_proj.weight"].T)
     return y @ w["o_proj.weight"].T
 
 
@@ -427,7 +427,7 @@ def qwen3_next_gated_deltanet(w):
     b, a = w["in_proj_ba.weight"].unflatten(0, (H, 2, HV // H)).unbind(1)
     return layer, {
         "qkv_proj.weight": torch.cat([q, k, v]),
-        "g_proj.weight": z,
+        "gate_proj.weight": z,
         "ab_proj.weight": torch.cat([a.flatten(0, 1), b.flatten(0, 1)]),
         "convolution.short_convolution.weight": w["conv1d.weight"][:, 0],
         "decay.A_log": w["A_log"],
@@ -453,7 +453,7 @@ def qwen3_next_attention(w):
         "qkv_proj.weight": torch.cat(
             [q.flatten(0, 1), stacked(w, "k_proj", "v_proj")]
         ),
-        "g_proj.weight": gate.flatten(0, 1),
+        "gate_proj.weight": gate.flatten(0, 1),
         "q_norm.weight": 1 + w["q_norm.weight"],
         "k_norm.weight": 1 + w["k_norm.weight"],
         "o_proj.weight": w["o_proj.weight"],
@@ -469,8 +469,8 @@ def kimi_linear_delta_attention(w):
         "decay.A_log": w["forget_gate.A_log"].flatten(),
         "decay.dt_bias": w["forget_gate.dt_bias"],
         "b_proj.weight": w["b_proj.weight"],
-        "g_proj.0.weight": w["g_a_proj.weight"],
-        "g_proj.1.weight": w["g_b_proj.weight"],
+        "gate_proj.0.weight": w["g_a_proj.weight"],
+        "gate_proj.1.weight": w["g_b_proj.weight"],
         "norm.weight": w["o_norm.weight"],
         "o_proj.weight": w["o_proj.weight"],
     }
@@ -521,7 +521,7 @@ def xlstm_mlstm_layer(w):
         "qkv_proj.weight": stacked(w, "q", "k", "v"),
         "gates.weight": stacked(w, *gates),
         "gates.bias": torch.cat([w[f"{name}.bias"] for name in gates]),
-        "g_proj.weight": w["ogate_preact.weight"],
+        "gate_proj.weight": w["ogate_preact.weight"],
         "norm.weight": w["multihead_norm.weight"],
         "o_proj.weight": w["out_proj.weight"],
     }
@@ -531,7 +531,7 @@ def minimax_lightning_attention(w):
     rows = w["qkv_proj.weight"].unflatten(0, (4, 3, 3))
     return LightningAttention(8, 4, 3, layer=1, num_layers=4), {
         "qkv_proj.weight": rows.transpose(0, 1).flatten(0, 2),
-        "g_proj.weight": w["output_gate.weight"],
+        "gate_proj.weight": w["output_gate.weight"],
         "norm.weight": w["norm.weight"],
         "o_proj.weight": w["out_proj.weight"],
     }

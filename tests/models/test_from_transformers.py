@@ -354,8 +354,8 @@ def test_a_tensor_too_few_or_too_many(tmp_path):
         ),
         (
             "olmo_hybrid",
-            {"without_mlp": ("softmax",)},
-            "olmo_hybrid (without_mlp: got ('softmax',), need ())",
+            {"types_without_mlp": ("softmax",)},
+            "olmo_hybrid (types_without_mlp: got ('softmax',), need ())",
         ),
         (
             "olmo_hybrid",

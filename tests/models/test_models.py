@@ -77,8 +77,16 @@ def test_the_mlp_is_rounded_up_as_published():
         ("options", {"kda": {"H": 2}}, "options: got 'H' for kda, need one"),
         ("options", {"kda": None}, "options: got None for kda, need a dict"),
         ("pattern", ([],), "pattern: got [], need one of comba"),
-        ("without_mlp", None, "without_mlp: got None, need a tuple"),
-        ("without_mlp", ("rnn",), "without_mlp: got 'rnn', need one of"),
+        (
+            "types_without_mlp",
+            None,
+            "types_without_mlp: got None, need a tuple",
+        ),
+        (
+            "types_without_mlp",
+            ("rnn",),
+            "types_without_mlp: got 'rnn', need one of",
+        ),
         (
             "post_norm_types",
             "gla",
@@ -113,7 +121,7 @@ def test_options_of_a_kind_win_over_those_of_all():
 def test_branches_are_layers_and_the_mlps_that_there_are():
     c = make_config(("mamba", "softmax", "gla"), num_layers=4)
     assert c.num_branches == 4 + 2
-    assert make_config(("gla",), without_mlp=("gla",)).num_branches == 2
+    assert make_config(("gla",), types_without_mlp=("gla",)).num_branches == 2
 
 
 def test_a_block_norms_what_it_reads_or_what_it_adds():

@@ -20,7 +20,7 @@ def make_model(pattern):
 @torch.no_grad()
 def logits_of(m, pool, rows, lengths, tokens, *offsets):
     """The logits of a call in which rows of the pool read tokens."""
-    with pool.reading(rows, lengths) as states:
+    with pool.states_for(rows, lengths) as states:
         return m(tokens, states, *offsets)[0]
 
 
@@ -179,7 +179,7 @@ def test_a_row_that_decodes_beside_prompts(told):
         if isinstance(told, int) and n > 6:
             # Of a row with 7 tokens, 5 more than there is room for.
             with pytest.raises(ValueError, match=f"got 5 for row {a}, which"):
-                pool.reading([a, b], told)
+                pool.states_for([a, b], told)
             assert pool.tokens_read[a] == n and pool.tokens_read[b] == 0
         each = [1, 5] if isinstance(told, int) else told
         logits = logits_of(m, pool, [a, b], each, packed[None], offsets)
@@ -188,7 +188,7 @@ def test_a_row_that_decodes_beside_prompts(told):
         assert (logits[0, 1:] - ref[0, :5]).abs().max() < 1e-10
         pool.release(b)
     with pytest.raises(ValueError, match="which has read 10, need at most 10"):
-        pool.reading([a], 1)
+        pool.states_for([a], 1)
 
 
 @torch.no_grad()
@@ -202,7 +202,7 @@ def test_the_most_of_a_call_is_taken_for_each_row_until_there_is_no_room():
         ref = m(text[None, : n + 1])[0][0, n]
         assert (logits[0, 0] - ref).abs().max() < 1e-10
         pool.release(b)
-    with pool.reading([a], 3) as states:
+    with pool.states_for([a], 3) as states:
         _, states = m(text[None, 7:9], states)
         assert m(text[None, 9:10], states)[0].shape == (1, 1, 31)
 
@@ -215,7 +215,7 @@ def test_calls_with_more_tokens_than_was_said():
     row = pool.acquire()
     logits_of(m, pool, [row], 2, text[None, :6])
     assert goes_on(m, pool, row, text[:6], text[6:])
-    with pool.reading([row], 1) as states:
+    with pool.states_for([row], 1) as states:
         for token in new[:3]:
             m(token[None, None], states)
     prompt = torch.cat([text, new[:3]])
@@ -275,13 +275,13 @@ def test_what_a_pool_refuses():
     first = pool.acquire()
     for rows in ([1 - first], torch.tensor([1 - first])):
         with pytest.raises(ValueError, match="need one that is taken"):
-            pool.reading(rows, 1)
+            pool.states_for(rows, 1)
     second = pool.acquire()
     with pytest.raises(RuntimeError, match="more than its 2 rows"):
         pool.acquire()
     for rows in ([first, first], torch.tensor([first, first])):
         with pytest.raises(ValueError, match="each row once"):
-            pool.reading(rows, 1)
+            pool.states_for(rows, 1)
     with pytest.raises(ValueError, match=r"row: got \[7\], need rows of"):
         pool.release(7)
     pool.release(second)
@@ -312,7 +312,7 @@ def test_rows_and_tokens_that_cannot_be_meant(rows, tokens, kind, message):
     pool = StatePool(make_model(("gated_deltanet",)), size=2, capacity=8)
     pool.free = {}
     with pytest.raises(kind, match=f"^{message}"):
-        pool.reading(rows, tokens)
+        pool.states_for(rows, tokens)
 
 
 @pytest.mark.parametrize("size, capacity", [(0, 8), (2.0, 8), (2, -7)])
@@ -332,11 +332,11 @@ def test_a_full_row_is_named_and_gradients_are_refused():
         logits_of(m, pool, [row], 2, tokens)
         for _ in range(2):
             with pytest.raises(ValueError, match="got 3 for row 0, which ha"):
-                pool.reading([row], 3)
+                pool.states_for([row], 3)
         with pytest.raises(ValueError, match="room for 4 tokens per row, ne"):
             logits_of(m, pool, [row], 2, tokens[:, :1].expand(1, 3))
         assert pool.tokens_read == [2]
-        with pool.reading([row], 2) as states:
+        with pool.states_for([row], 2) as states:
             m(tokens, states)
     with pytest.raises(ValueError, match=r"need torch\.no_grad"):
         m(tokens, states)
@@ -359,7 +359,7 @@ def test_a_rows_ways_cost_the_same_in_any_pool():
 
         pool.free = Counted(pool.free)
         row = pool.acquire()
-        with pool.reading([row], 1):
+        with pool.states_for([row], 1):
             pass
         pool.release(row)
         return seen

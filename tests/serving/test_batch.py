@@ -35,7 +35,7 @@ def test_tokens_of_a_gpu(pattern, recorded, monkeypatch):
     run_engine(engine)
     assert bool(engine.batch.recordings) == recorded
     for prompt, way, request in asked:
-        assert request.tokens == generate_alone(
+        assert request.new_tokens == generate_alone(
             served_model(pattern), prompt, 9, **way
         )
 
@@ -114,7 +114,7 @@ def test_recorded_reads_are_those_in_python(pattern, recorded, monkeypatch):
             engine.add(x, 9) for x in make_prompts(*PROMPT_LENGTHS, 300) * 4
         ]
         run_engine(engine)
-        return [x.tokens for x in requests], engine.batch.prefills.values()
+        return [x.new_tokens for x in requests], engine.batch.prefills.values()
 
     tokens, reads = answers()
     assert any(x.recording.graph for x in reads) == recorded
@@ -134,7 +134,7 @@ def test_a_row_draws_the_same_whichever_others_do():
         for to in others:
             engine.add(prompt, 20, **to)
         run_engine(engine)
-        found.append(request.tokens)
+        found.append(request.new_tokens)
     assert (
         found[0]
         == found[1]

@@ -49,7 +49,7 @@ def test_any_order_of_arrival_gives_the_tokens_of_each_alone(
         for request, tokens in run_engine(engine).items():
             found.setdefault(request, []).extend(tokens)
         for i, request in requests.items():
-            assert request.tokens == ref[i] == found.get(request, [])
+            assert request.new_tokens == ref[i] == found.get(request, [])
             full = len(ref[i]) == 9
             assert request.finish_reason == ("length" if full else "stop")
 
@@ -192,7 +192,9 @@ def test_a_step_that_raises_loses_no_row_and_no_token(call):
             assert not held & engine.pool.free.keys()
             assert len(held) + len(engine.pool.free) == 3
     assert raised == 1 and len(engine.pool.free) == 3
-    assert [x.tokens for x in requests] == ref == [found[x] for x in requests]
+    assert (
+        [x.new_tokens for x in requests] == ref == [found[x] for x in requests]
+    )
 
 
 def test_logits_that_are_not_finite_end_their_request_alone():
@@ -207,10 +209,11 @@ def test_logits_that_are_not_finite_end_their_request_alone():
     engine = make_engine(model, size=2)
     requests = [engine.add(x, 6) for x in some]
     run_engine(engine)
-    assert requests[1].finish_reason == "not finite" and not requests[1].tokens
+    assert requests[1].finish_reason == "not finite"
+    assert not requests[1].new_tokens
     for i in (0, 2):
         n = ref[i].index(bad) + 1 if bad in ref[i] else 6
-        assert requests[i].tokens == ref[i][:n]
+        assert requests[i].new_tokens == ref[i][:n]
 
 
 @pytest.mark.parametrize(
@@ -241,7 +244,7 @@ def test_a_model_whose_states_stay_takes_any_length():
     engine = make_engine(served_model(("gated_deltanet",)), capacity=1)
     request = engine.add(torch.arange(20), 12)
     run_engine(engine)
-    assert len(request.tokens) == 12
+    assert len(request.new_tokens) == 12
     assert engine.add(torch.arange(3), 0).finish_reason == "length"
     assert not engine.busy
 
@@ -272,14 +275,14 @@ def test_thousands_of_requests_and_steps_in_any_order(steps):
     before = tensor_bytes() - bytes_of_states(engine.prefix_cache)
 
     def begin(request):
-        begun[request] = len(request.tokens)
-        came[request] = [*request.tokens]
+        begun[request] = len(request.new_tokens)
+        came[request] = [*request.new_tokens]
 
     def step():
         for request, token in engine.step():
             came[request].append(token)
         for request in [x for x in begun if x.done]:
-            shared, tokens = begun.pop(request), request.tokens
+            shared, tokens = begun.pop(request), request.new_tokens
             ref = answer(
                 tuple(request.prompt + tokens[:shared]),
                 10 - shared,

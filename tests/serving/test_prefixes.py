@@ -31,7 +31,7 @@ def test_a_prompt_goes_on_from_one_that_began_alike(batch_invariant):
         sizes.clear()
         request = engine.add(prompt, 4)
         run_engine(engine)
-        assert request.tokens == generate_alone(model, prompt, 4)
+        assert request.new_tokens == generate_alone(model, prompt, 4)
         return sum(map(sum, sizes))
 
     assert reads(*text[:20]) == 19

@@ -20,13 +20,13 @@ def test_forks_share_what_was_read(steps):
     for _ in range(steps):
         engine.step()
     forks = request.fork(3, seed=11)
-    at = len(request.tokens)
+    at = len(request.new_tokens)
     run_engine(engine)
     assert sum(map(sum, sizes)) == 18
     for i, fork in enumerate(forks):
         text = fork.all_tokens[: 19 + at]
         own = generate_alone(model, text, 9 - at, 1.0, seed=11 + i, drawn=at)
-        assert fork.tokens == request.tokens[:at] + own
+        assert fork.new_tokens == request.new_tokens[:at] + own
         assert fork.finish_reason == "length"
 
 
@@ -42,7 +42,7 @@ def test_a_fork_of_what_was_stopped_goes_on_by_itself():
     run_engine(engine)
     for x in (request, fork):
         assert x.finish_reason == "stop"
-        assert x.tokens == first[: first.index(end)]
+        assert x.new_tokens == first[: first.index(end)]
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
@@ -56,10 +56,12 @@ def test_what_waits_for_a_request_that_may_be_cancelled(goes_on):
     if not goes_on:
         request.cancel()
     run_engine(engine)
-    assert one.tokens == three.tokens == generate_alone(model, prompt, 5)
-    assert request.tokens == (one.tokens if goes_on else [])
+    assert (
+        one.new_tokens == three.new_tokens == generate_alone(model, prompt, 5)
+    )
+    assert request.new_tokens == (one.new_tokens if goes_on else [])
     assert sum(map(sum, sizes)) == (29 if goes_on else 8 + 29)
-    assert two.num_drawn == 0 and two.tokens == []
+    assert two.num_drawn == 0 and two.new_tokens == []
 
 
 @pytest.mark.parametrize("steps", range(7))
@@ -68,14 +70,14 @@ def test_a_request_is_cancelled_at_any_time(steps):
     requests = [engine.add(prompt, 4) for prompt in make_prompts(20, 3, 11)]
     for _ in range(steps):
         engine.step()
-    had = [*requests[0].tokens]
+    had = [*requests[0].new_tokens]
     requests[0].cancel()
     requests[0].cancel()
     run_engine(engine)
-    assert requests[0].tokens == had
+    assert requests[0].new_tokens == had
     assert requests[0].finish_reason == (
         "length" if len(had) == 4 else "cancelled"
     )
     others = zip(requests[1:], make_prompts(20, 3, 11)[1:], strict=True)
     for request, prompt in others:
-        assert request.tokens == generate_alone(model, prompt, 4)
+        assert request.new_tokens == generate_alone(model, prompt, 4)

@@ -44,7 +44,7 @@ class Memory:
 
     def put_out(self, answers, x):
         o = torch.cat([rms_norm(o, self.w["norm.weight"]) for o in answers])
-        gate = F.silu(self.w["g_proj.weight"] @ x)
+        gate = F.silu(self.w["gate_proj.weight"] @ x)
         return self.w["o_proj.weight"] @ (o * gate)
 
     def recalled(self, base, x):

@@ -64,7 +64,7 @@ def check_rows_of_a_pool(case, device, budget):
         found = []
         for t in range(3):
             column = torch.cat([tokens[:2, t], tokens[:1, 0], tokens[2:, t]])
-            with pool.reading([*rows[:2], -1, rows[2]], 1) as states:
+            with pool.states_for([*rows[:2], -1, rows[2]], 1) as states:
                 logits = model(column[:, None], states)[0]
             found.append(logits[[0, 1, 3]])
     assert relative_error(torch.cat(found, 1), wanted) <= budget

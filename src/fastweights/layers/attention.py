@@ -54,7 +54,7 @@ class SoftmaxAttention(Layer):
 
     Weights of Qwen3-Next: the rows of its q_proj are q and the gate of the
     first head, then of the second, and so on; here qkv_proj is q of all
-    heads, then k, then v, and the gate is g_proj. Its q_norm and k_norm
+    heads, then k, then v, and the gate is gate_proj. Its q_norm and k_norm
     multiply by 1 + weight, these by weight.
 
     Args:
@@ -106,9 +106,9 @@ class SoftmaxAttention(Layer):
         self.widths = (H * K, HK * K, HK * K)
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, sum(self.widths), bias=False, **factory)
-        self.g_proj: nn.Linear | None = None
+        self.gate_proj: nn.Linear | None = None
         if output_gate:
-            self.g_proj = nn.Linear(dim, H * K, bias=False, **factory)
+            self.gate_proj = nn.Linear(dim, H * K, bias=False, **factory)
         self.q_norm, self.k_norm = (
             OutputNorm(
                 K if head_qk_norm else width, None, eps=norm_eps, **factory
@@ -155,8 +155,8 @@ class SoftmaxAttention(Layer):
         (:func:`fastweights.layers.common.causal_attention.packed_attention`).
         """
         o, after = self._attend(self.qkv_proj(x), state, cu_seqlens)
-        if self.g_proj is not None:
-            o = o * self.g_proj(x).sigmoid()
+        if self.gate_proj is not None:
+            o = o * self.gate_proj(x).sigmoid()
         return self.o_proj(o), after
 
     def _attend(
@@ -186,7 +186,7 @@ class SoftmaxAttention(Layer):
         self, x: Hidden, norm: nn.RMSNorm, state: LayerState
     ) -> Hidden | None:
         """x + layer(norm(x)), in few launches: :meth:`.Layer.fused_step`."""
-        modules = self.qkv_proj, self.g_proj
+        modules = self.qkv_proj, self.gate_proj
         parts = norm, *modules, self.o_proj
         if not is_fusable_layer(self, SoftmaxAttention, x, parts):
             return None

@@ -92,7 +92,7 @@ class Comba(Layer):
         self.D = nn.Parameter(torch.empty(H, **factory))
         self.ab_proj = nn.Linear(dim, 2 * HV, bias=False, **factory)
         self.decay = Decay(HV, A_range=A_range, dt_range=dt_range, **factory)
-        self.g_proj = nn.Linear(dim, HV * V, bias=False, **factory)
+        self.gate_proj = nn.Linear(dim, HV * V, bias=False, **factory)
         self.norm = OutputNorm(V, "sigmoid", eps=norm_eps, **factory)
         self.o_proj = nn.Linear(HV * V, dim, bias=False, **factory)
         self.reset_parameters()
@@ -118,5 +118,5 @@ class Comba(Layer):
         o, S = run_recurrence(
             q, k, v, g, erase_key=erase_key, state=state, cu_seqlens=cu_seqlens
         )
-        y = self.o_proj(self.norm(o, self.g_proj(x)))
+        y = self.o_proj(self.norm(o, self.gate_proj(x)))
         return y, LayerState(S=S, convolution=past)

@@ -101,9 +101,9 @@ class DeltaNet(Layer):
             **factory,
         )
         self.b_proj = nn.Linear(dim, H, bias=False, **factory)
-        self.g_proj: nn.Linear | None = None
+        self.gate_proj: nn.Linear | None = None
         if output_gate:
-            self.g_proj = nn.Linear(dim, H * V, bias=False, **factory)
+            self.gate_proj = nn.Linear(dim, H * V, bias=False, **factory)
         self.norm = OutputNorm(
             V, "silu" if output_gate else None, eps=norm_eps, **factory
         )
@@ -120,7 +120,7 @@ class DeltaNet(Layer):
         o, S = run_recurrence(
             q, k, v, None, beta, state=state, cu_seqlens=cu_seqlens
         )
-        gate = None if self.g_proj is None else self.g_proj(x)
+        gate = None if self.gate_proj is None else self.gate_proj(x)
         y = self.o_proj(self.norm(o, gate))
         return y, LayerState(S=S, convolution=past)
 

@@ -44,8 +44,8 @@ class GatedDeltaNet(Layer):
     one below the other, convolution.short_convolution is q_conv1d, k_conv1d
     and v_conv1d, ab_proj is a_proj and b_proj, norm is o_norm. Of
     Qwen3-Next: the rows of in_proj_qkvz are, for each head of q and k in
-    turn, its q, its k, the v and the z of its value heads (z is g_proj), and
-    those of in_proj_ba its b and its a; conv1d has the order of
+    turn, its q, its k, the v and the z of its value heads (z is gate_proj),
+    and those of in_proj_ba its b and its a; conv1d has the order of
     short_convolution.
 
     Args:
@@ -99,9 +99,9 @@ class GatedDeltaNet(Layer):
             nn.Parameter(torch.empty(HV, **factory)) if beta_bias else None
         )
         self.decay = Decay(HV, A_range=A_range, dt_range=dt_range, **factory)
-        self.g_proj: nn.Linear | None = None
+        self.gate_proj: nn.Linear | None = None
         if output_gate:
-            self.g_proj = nn.Linear(dim, HV * V, bias=False, **factory)
+            self.gate_proj = nn.Linear(dim, HV * V, bias=False, **factory)
         self.norm = OutputNorm(
             V, "silu" if output_gate else None, eps=norm_eps, **factory
         )
@@ -125,7 +125,7 @@ class GatedDeltaNet(Layer):
         o, S = run_recurrence(
             q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens
         )
-        gate = None if self.g_proj is None else self.g_proj(x)
+        gate = None if self.gate_proj is None else self.gate_proj(x)
         y = self.o_proj(self.norm(o, gate))
         return y, LayerState(S=S, convolution=past)
 
@@ -135,7 +135,7 @@ class GatedDeltaNet(Layer):
         """x + layer(norm(x)), in few launches: :meth:`.Layer.fused_step`."""
         if self.b_bias is not None:
             return None
-        modules = self.qkv_proj, self.ab_proj, self.g_proj
+        modules = self.qkv_proj, self.ab_proj, self.gate_proj
         return fused_layer_step(
             x,
             norm,

@@ -91,7 +91,7 @@ class GatedDeltaNet2(Layer):
         )
         self.b_proj = nn.Linear(dim, H * K, bias=False, **factory)
         self.w_proj = nn.Linear(dim, HV * V, bias=False, **factory)
-        self.g_proj = low_rank(dim, V, HV * V, bias=True, **factory)
+        self.gate_proj = low_rank(dim, V, HV * V, bias=True, **factory)
         self.norm = OutputNorm(V, "sigmoid", eps=norm_eps, **factory)
         self.o_proj = nn.Linear(HV * V, dim, bias=False, **factory)
 
@@ -108,5 +108,5 @@ class GatedDeltaNet2(Layer):
         o, S = run_recurrence(
             q, k, v, g, erase_key=erase_key, state=state, cu_seqlens=cu_seqlens
         )
-        y = self.o_proj(self.norm(o, self.g_proj(x)))
+        y = self.o_proj(self.norm(o, self.gate_proj(x)))
         return y, LayerState(S=S, convolution=past)

@@ -75,7 +75,7 @@ class GatedLinearAttention(Layer):
             **factory,
         )
         self.f_proj = low_rank(dim, gate_rank, H * K, bias=True, **factory)
-        self.g_proj = nn.Linear(dim, H * V, bias=False, **factory)
+        self.gate_proj = nn.Linear(dim, H * V, bias=False, **factory)
         self.norm = OutputNorm(V, "silu", eps=norm_eps, **factory)
         self.o_proj = nn.Linear(H * V, dim, bias=False, **factory)
         self.reset_parameters()
@@ -93,5 +93,5 @@ class GatedLinearAttention(Layer):
         g = F.logsigmoid(upcast(self.f_proj(x))) / self.temperature
         g = g.unflatten(-1, (-1, self.K))
         o, S = run_recurrence(q, k, v, g, state=state, cu_seqlens=cu_seqlens)
-        y = self.o_proj(self.norm(o, self.g_proj(x)))
+        y = self.o_proj(self.norm(o, self.gate_proj(x)))
         return y, LayerState(S=S, convolution=past)

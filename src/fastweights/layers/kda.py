@@ -39,8 +39,8 @@ class KimiDeltaAttention(Layer):
     Weights of flash-linear-attention: qkv_proj is q_proj, k_proj and v_proj
     one below the other, convolution.short_convolution is q_conv1d, k_conv1d
     and v_conv1d, norm is o_norm. Of transformers' Kimi Linear: the same,
-    with one conv1d; f_proj is forget_gate's f_a_proj and f_b_proj, g_proj is
-    g_a_proj and g_b_proj.
+    with one conv1d; f_proj is forget_gate's f_a_proj and f_b_proj, gate_proj
+    is g_a_proj and g_b_proj.
 
     Args:
         dim: width D of x and y.
@@ -97,7 +97,7 @@ class KimiDeltaAttention(Layer):
             **factory,
         )
         self.b_proj = nn.Linear(dim, HV, bias=False, **factory)
-        self.g_proj = low_rank(
+        self.gate_proj = low_rank(
             dim, V, HV * V, bias=output_gate_bias, **factory
         )
         self.norm = OutputNorm(V, "sigmoid", eps=norm_eps, **factory)
@@ -113,14 +113,14 @@ class KimiDeltaAttention(Layer):
         o, S = run_recurrence(
             q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens
         )
-        y = self.o_proj(self.norm(o, self.g_proj(x)))
+        y = self.o_proj(self.norm(o, self.gate_proj(x)))
         return y, LayerState(S=S, convolution=past)
 
     def fused_step(
         self, x: Hidden, norm: nn.RMSNorm, state: LayerState
     ) -> Hidden | None:
         """x + layer(norm(x)), in few launches: :meth:`.Layer.fused_step`."""
-        modules = self.qkv_proj, self.f_proj, self.b_proj, self.g_proj
+        modules = self.qkv_proj, self.f_proj, self.b_proj, self.gate_proj
         return fused_layer_step(
             x, norm, self, KimiDeltaAttention, state, modules
         )

@@ -117,9 +117,9 @@ class LinearRecurrence(Layer):
             if rule == "delta"
             else None
         )
-        self.g_proj: nn.Linear | None = None
+        self.gate_proj: nn.Linear | None = None
         if output_gate:
-            self.g_proj = nn.Linear(dim, H * V, bias=False, **factory)
+            self.gate_proj = nn.Linear(dim, H * V, bias=False, **factory)
         self.norm = OutputNorm(
             V, "silu" if output_gate else None, eps=norm_eps, **factory
         )
@@ -133,8 +133,8 @@ class LinearRecurrence(Layer):
         g, beta, gate = self.log_decay(x), None, None
         if self.b_proj is not None:
             beta = write_strength(self.b_proj(x), self.allow_neg_eigval)
-        if self.g_proj is not None:
-            gate = self.g_proj(x)
+        if self.gate_proj is not None:
+            gate = self.gate_proj(x)
         o, S = run_recurrence(
             q, k, v, g, beta, state=state, cu_seqlens=cu_seqlens
         )
@@ -155,7 +155,7 @@ class LinearRecurrence(Layer):
         """x + layer(norm(x)), in few launches: :meth:`.Layer.fused_step`."""
         if self.decay is not None and self.a_proj is None:
             return None
-        modules = self.qkv_proj, self.a_proj, self.b_proj, self.g_proj
+        modules = self.qkv_proj, self.a_proj, self.b_proj, self.gate_proj
         return fused_layer_step(
             x, norm, self, LinearRecurrence, state, modules
         )

@@ -35,7 +35,7 @@ class MLSTM(Layer):
     Differs from the published one in: m, which starts at -inf for 0.
 
     Weights of xLSTM-7B: qkv_proj is q, k and v one below the other, gates is
-    igate_preact above fgate_preact, g_proj is ogate_preact, norm is
+    igate_preact above fgate_preact, gate_proj is ogate_preact, norm is
     multihead_norm.
 
     Args:
@@ -68,7 +68,7 @@ class MLSTM(Layer):
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **factory)
         self.gates = nn.Linear(dim, 2 * H, **factory)
-        self.g_proj = nn.Linear(dim, H * V, bias=False, **factory)
+        self.gate_proj = nn.Linear(dim, H * V, bias=False, **factory)
         self.norm = OutputNorm(
             V, "sigmoid", num_heads=H, center=True, eps=norm_eps, **factory
         )
@@ -101,5 +101,5 @@ class MLSTM(Layer):
             h, (S, m) = mlstm(
                 q, k, v, g, i, initial_state=memory, cu_seqlens=cu_seqlens
             )
-        y = self.o_proj(self.norm(h, self.g_proj(x)))
+        y = self.o_proj(self.norm(h, self.gate_proj(x)))
         return y, LayerState(S=S, m=m)

@@ -74,7 +74,7 @@ class MultiScaleRetention(Layer):
         self.layout = (H, K, H, V)
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **factory)
-        self.g_proj = nn.Linear(dim, H * V, bias=False, **factory)
+        self.gate_proj = nn.Linear(dim, H * V, bias=False, **factory)
         self.norm = OutputNorm(V, "silu", eps=norm_eps, **factory)
         self.o_proj = nn.Linear(H * V, dim, bias=False, **factory)
 
@@ -91,7 +91,7 @@ class MultiScaleRetention(Layer):
             v.shape[2], device=x.device, dtype=compute_dtype(q.dtype)
         )
         o, S = run_recurrence(q, k, v, g, state=state, cu_seqlens=cu_seqlens)
-        y = self.o_proj(self.norm(o, self.g_proj(x)))
+        y = self.o_proj(self.norm(o, self.gate_proj(x)))
         position = token_counts(x, cu_seqlens, state, total)
         if state is not None:
             position = position + state.batch_rows("position")
@@ -118,7 +118,7 @@ class LightningAttention(Layer):
 
     Weights of MiniMax: the rows of its qkv_proj are q, k and v of the first
     head, then of the second, and so on; here q of all heads, then k, then v.
-    g_proj is output_gate, o_proj is out_proj.
+    gate_proj is output_gate, o_proj is out_proj.
 
     Args:
         dim: width D of x and y.
@@ -150,7 +150,7 @@ class LightningAttention(Layer):
         lightning_decay(H, layer, num_layers)  # checks them
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **factory)
-        self.g_proj = nn.Linear(dim, H * K, bias=False, **factory)
+        self.gate_proj = nn.Linear(dim, H * K, bias=False, **factory)
         self.norm = OutputNorm(H * K, "sigmoid", eps=norm_eps, **factory)
         self.o_proj = nn.Linear(H * K, dim, bias=False, **factory)
 
@@ -171,5 +171,5 @@ class LightningAttention(Layer):
             q, k, v, g, state=state, cu_seqlens=cu_seqlens, scale=1.0
         )
         o = o.flatten(2)[:, :, None]
-        y = self.o_proj(self.norm(o, self.g_proj(x)))
+        y = self.o_proj(self.norm(o, self.gate_proj(x)))
         return y, LayerState(S=S)

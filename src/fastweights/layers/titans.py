@@ -144,7 +144,7 @@ class TitansMemory(Layer):
             (H, H), (K, K), conv_size, **factory
         )
         self.rates_proj = nn.Linear(dim, 3 * H, **factory)
-        self.g_proj = nn.Linear(dim, H * K, bias=False, **factory)
+        self.gate_proj = nn.Linear(dim, H * K, bias=False, **factory)
         self.norm = OutputNorm(K, "silu", eps=norm_eps, **factory)
         self.o_proj = nn.Linear(H * K, dim, bias=False, **factory)
         self.start.reset_parameters()
@@ -181,7 +181,7 @@ class TitansMemory(Layer):
             position=unpacked.position,
             lengths=unpacked.lengths,
         )
-        y = self.o_proj(self.norm(unpacked.pack(o), self.g_proj(x)))
+        y = self.o_proj(self.norm(unpacked.pack(o), self.gate_proj(x)))
         return y, LayerState(
             S=S, position=unpacked.position_after(), convolution=past
         )

@@ -92,7 +92,7 @@ class ModelConfig(_NamesChecked):
     mlp_multiple: int = 256
     """The hidden width is rounded up to a multiple of this."""
 
-    without_mlp: Sequence[str] = ("mamba", "mamba2")
+    types_without_mlp: Sequence[str] = ("mamba", "mamba2")
     """Types of layer whose blocks have no MLP."""
 
     post_norm_types: Sequence[str] = ()
@@ -106,7 +106,7 @@ class ModelConfig(_NamesChecked):
     """The eps of the RMS norms of layers, MLPs and logits."""
 
     def __post_init__(self) -> None:
-        for name in ("pattern", "without_mlp", "post_norm_types"):
+        for name in ("pattern", "types_without_mlp", "post_norm_types"):
             names = getattr(self, name)
             if isinstance(names, str) or not isinstance(names, Sequence):
                 prefix = "the string " if isinstance(names, str) else ""
@@ -166,7 +166,7 @@ class ModelConfig(_NamesChecked):
     @property
     def num_branches(self) -> int:
         """Terms that are added to the residual stream: layers and MLPs."""
-        mlps = [x not in self.without_mlp for x in self.layer_types]
+        mlps = [x not in self.types_without_mlp for x in self.layer_types]
         return self.num_layers + sum(mlps)
 
     def layer_options(self, index: int) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Block(nn.Module):
         self.mlp_norm: Any = None
         self.mlp: Any = None
         self.post_norm = layer_type in config.post_norm_types
-        if layer_type not in config.without_mlp:
+        if layer_type not in config.types_without_mlp:
             self.mlp_norm = nn.RMSNorm(D, eps=eps, device=device, dtype=dtype)
             self.mlp = SwiGLU(D, config.mlp_width, device=device, dtype=dtype)
 

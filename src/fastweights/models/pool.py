@@ -25,10 +25,10 @@ class StatePool:
 
         pool = StatePool(model, size=64, capacity=4096)
         row = pool.acquire()                         # a request comes
-        with torch.no_grad(), pool.reading([row], len(prompt)) as states:
+        with torch.no_grad(), pool.states_for([row], len(prompt)) as states:
             logits, _ = model(prompt[None], states)
         tokens = logits[:, -1:].argmax(-1)           # [rows, 1]
-        with torch.no_grad(), pool.reading([row], 1) as states:
+        with torch.no_grad(), pool.states_for([row], 1) as states:
             logits, _ = model(tokens, states)        # rows go on together
         pool.release(row)                            # and is done
 
@@ -36,7 +36,7 @@ class StatePool:
     have the model's dtype, S and m fp32, whatever mode (autocast, inference)
     the pool is made or used in. Rows of a step are any of those that are
     taken, in any order, each once; -1 pads a batch. Packed prompts go in
-    together, beside rows that go on by a token: ``reading(rows, lengths)``,
+    together, beside rows that go on by a token: ``states_for(rows, lengths)``,
     and ``model(packed, states, cu_seqlens)``.
 
     Args:
@@ -155,12 +155,12 @@ class StatePool:
             states.append(LayerState(**tensors, num_keys=used))
         return states
 
-    def reading(
+    def states_for(
         self, rows: Integers, num_tokens: int | Integers
     ) -> AbstractContextManager[list[LayerState]]:
         """The states for a call of the model in which these rows read tokens.
 
-            with pool.reading([row], 1) as states:
+            with pool.states_for([row], 1) as states:
                 logits, _ = model(tokens, states)
 
         The rows count as having read them once the block ends. If it raises,
@@ -217,7 +217,7 @@ class StatePool:
     def add_tokens_read(
         self, rows: Iterable[int], num_tokens: Iterable[int]
     ) -> None:
-        """Add what rows have read outside of :meth:`reading`."""
+        """Add what rows have read outside of :meth:`states_for`."""
         for row, n in zip(rows, num_tokens, strict=True):
             self.tokens_read[row] += n
 

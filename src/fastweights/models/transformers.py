@@ -56,7 +56,7 @@ BLOCK_NAMES = {
             "layer.qkv_proj": "linear_attn.q_proj linear_attn.k_proj "
             "linear_attn.v_proj",
             "layer.ab_proj": "linear_attn.a_proj linear_attn.b_proj",
-            "layer.g_proj": "linear_attn.g_proj",
+            "layer.gate_proj": "linear_attn.g_proj",
             "layer.norm": "linear_attn.o_norm",
             "layer.o_proj": "linear_attn.o_proj",
         },
@@ -72,14 +72,14 @@ BLOCK_NAMES = {
         | {
             "layer.qkv_proj": "linear_attn.in_proj_qkv",
             "layer.ab_proj": "linear_attn.in_proj_a linear_attn.in_proj_b",
-            "layer.g_proj": "linear_attn.in_proj_z",
+            "layer.gate_proj": "linear_attn.in_proj_z",
             "layer.norm": "linear_attn.norm",
             "layer.o_proj": "linear_attn.out_proj",
         },
-        "softmax": BLOCK | ATTENTION | {"layer.g_proj": "self_attn.g_proj"},
+        "softmax": BLOCK | ATTENTION | {"layer.gate_proj": "self_attn.gate"},
     },
 }
-"""The names there of each parameter of a block (g_proj: half of q_proj)."""
+"""The names there of each parameter of a block (gate: half of q_proj)."""
 
 
 def from_transformers(model: Any) -> LanguageModel:
@@ -168,7 +168,7 @@ def pairs(
     for q_proj in [x for x in theirs if qwen and x.endswith("q_proj.weight")]:
         K = len(theirs[q_proj.replace("q_proj", "q_norm")])
         both = theirs[q_proj].unflatten(0, (-1, 2, K)).unbind(1)
-        theirs[q_proj], theirs[q_proj.replace("q_proj", "g_proj")] = both
+        theirs[q_proj], theirs[q_proj.replace("q_proj", "gate")] = both
     for key, x in ours.items():
         stem = key.removesuffix(".weight")
         if stem in OUTER_NAMES:

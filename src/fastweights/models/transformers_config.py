@@ -181,8 +181,8 @@ def unsupported(config: ModelConfig, name: str) -> Iterator[str]:
         need = " and ".join(LAYER_TYPES)
         yield f"pattern: got {', '.join(types)}, need {need}"
         return
-    if any(x in config.without_mlp for x in types):
-        yield f"without_mlp: got {config.without_mlp}, need ()"
+    if any(x in config.types_without_mlp for x in types):
+        yield f"types_without_mlp: got {config.types_without_mlp}, need ()"
     ours, theirs = config.post_norm_types, POST_NORM_TYPES[name]
     for layer_type in types:
         if (layer_type in ours) != (layer_type in theirs):

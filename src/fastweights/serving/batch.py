@@ -84,13 +84,13 @@ class Batch:
             return
         packed = torch.tensor([tokens], device=self.pool.device)
         cu_seqlens = torch.tensor(offsets, device=self.pool.device)
-        with self.pool.reading(rows, counts) as states:
+        with self.pool.states_for(rows, counts) as states:
             self.model.hidden(packed, states, cu_seqlens)
 
     def enter(self, request: Request) -> None:
         """Add a request, which has read all but its last token, to steps."""
         row, sampling = request.row, self.sampling
-        request.num_drawn = len(request.tokens)
+        request.num_drawn = len(request.new_tokens)
         self.rows[row], self.token[row] = row, request.all_tokens[-1]
         sampling.seed[row] = request.seed
         sampling.num_drawn[row] = request.num_drawn

@@ -164,7 +164,7 @@ class Engine:
     def _enqueue(self, requests: list[Request]) -> None:
         """Let requests wait for a row; end those that have all tokens."""
         for request in requests:
-            if len(request.tokens) < request.max_new_tokens:
+            if len(request.new_tokens) < request.max_new_tokens:
                 self.waiting.append(request)
             else:
                 request.finish_reason = "length"
@@ -263,7 +263,7 @@ class Engine:
             else:
                 request.append(token)
                 self._new_tokens.append((request, token))
-                if len(request.tokens) == request.max_new_tokens:
+                if len(request.new_tokens) == request.max_new_tokens:
                     self._end(request, "length")
 
     def _end(self, request: Request, reason: str) -> None:

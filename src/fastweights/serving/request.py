@@ -26,7 +26,7 @@ class Request:
     top_p: float
     stop: frozenset[int]
     seed: int
-    tokens: list[int] = field(default_factory=list)
+    new_tokens: list[int] = field(default_factory=list)
     """The answer so far."""
     finish_reason: str | None = field(default=None, init=False)
     """Why it has ended, None before: "length" (there are max_new_tokens),
@@ -48,7 +48,8 @@ class Request:
     """Finds the keys of what it has read, for the engine's prefixes."""
 
     def __post_init__(self) -> None:
-        self.all_tokens = self.prompt + self.tokens
+        self.new_tokens = [*self.new_tokens]  # a fork's are its own
+        self.all_tokens = self.prompt + self.new_tokens
 
     @property
     def done(self) -> bool:
@@ -57,7 +58,7 @@ class Request:
 
     def append(self, token: int) -> None:
         """Append a token to the answer."""
-        self.tokens.append(token)
+        self.new_tokens.append(token)
         self.all_tokens.append(token)
 
     @property
@@ -86,10 +87,7 @@ class Request:
         self.engine._collect()
         running = self in self.engine.running
         states = self.engine.pool.snapshot(self.row) if running else None
-        forks = [
-            replace(self, tokens=[*self.tokens], seed=s, initial_states=states)
-            for s in seeds
-        ]
+        forks = [replace(self, seed=s, initial_states=states) for s in seeds]
         if running or self.done:
             self.engine._enqueue(forks)
         else:

@@ -76,7 +76,7 @@ class ConvolvedSoftmax(LinearRecurrence):
             k = rotary(k, position, self.theta)
         q, k_h, v_h = (x.transpose(1, 2) for x in (q, k, v))
         o = F.scaled_dot_product_attention(q, k_h, v_h, is_causal=True)
-        gate = None if self.g_proj is None else self.g_proj(x)
+        gate = None if self.gate_proj is None else self.gate_proj(x)
         y = self.o_proj(self.norm(o.transpose(1, 2), gate))
         return y, LayerState(keys=k, values=v, convolution=inputs)
 

@@ -94,7 +94,7 @@ class Trial(Schedule):
             options=self.options,
             mlp_ratio=self.mlp_ratio or 1.0,
             mlp_multiple=1,
-            without_mlp=() if self.mlp_ratio else self.pattern,
+            types_without_mlp=() if self.mlp_ratio else self.pattern,
             tie_embeddings=True,
         )
 

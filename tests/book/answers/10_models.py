@@ -302,7 +302,7 @@ def kda_layer(w, x, heads):
     g = -w["decay.A_log"].exp().view(-1, 1) * dt
     o, _ = fw.kda(q, k, v, g, (x @ w["b_proj.weight"].T).sigmoid())
     o = F.rms_norm(o, o.shape[-1:], w["norm.weight"], 1e-5).flatten(2)
-    z = x @ (w["g_proj.1.weight"] @ w["g_proj.0.weight"]).T
+    z = x @ (w["gate_proj.1.weight"] @ w["gate_proj.0.weight"]).T
     return (o * z.sigmoid()) @ w["o_proj.weight"].T
 
 
@@ -324,7 +324,7 @@ def kda_layer(w, x, heads):
     g = -w["decay.A_log"].exp().view(-1, 1) * dt
     o, _ = fw.kda(q, k, v, g, (x @ w["b_proj.weight"].T).sigmoid())
     o = F.rms_norm(o, o.shape[-1:], w["norm.weight"], 1e-5).flatten(2)
-    z = x @ (w["g_proj.1.weight"] @ w["g_proj.0.weight"]).T
+    z = x @ (w["gate_proj.1.weight"] @ w["gate_proj.0.weight"]).T
     return (o * F.silu(z)) @ w["o_proj.weight"].T
 
 
@@ -345,7 +345,7 @@ def kda_layer(w, x, heads):
     g = -w["decay.A_log"].exp().view(-1, 1) * dt
     o, _ = fw.kda(q, k, v, g, (x @ w["b_proj.weight"].T).sigmoid())
     o = F.rms_norm(o, o.shape[-1:], w["norm.weight"], 1e-5).flatten(2)
-    z = x @ (w["g_proj.1.weight"] @ w["g_proj.0.weight"]).T
+    z = x @ (w["gate_proj.1.weight"] @ w["gate_proj.0.weight"]).T
     return (o * z.sigmoid()) @ w["o_proj.weight"].T
 
 
@@ -367,7 +367,7 @@ def kda_layer(w, x, heads):
     g = -1.0 * dt
     o, _ = fw.kda(q, k, v, g, (x @ w["b_proj.weight"].T).sigmoid())
     o = F.rms_norm(o, o.shape[-1:], w["norm.weight"], 1e-5).flatten(2)
-    z = x @ (w["g_proj.1.weight"] @ w["g_proj.0.weight"]).T
+    z = x @ (w["gate_proj.1.weight"] @ w["gate_proj.0.weight"]).T
     return (o * z.sigmoid()) @ w["o_proj.weight"].T
 
 
@@ -386,7 +386,7 @@ def kda_layer(w, x, heads):
     q, k, v, _ = layer.convolution(layer.qkv_proj(x))
     g = layer.decay(layer.f_proj(x))
     o, _ = fw.kda(q, k, v, g, layer.b_proj(x).sigmoid())
-    return layer.o_proj(layer.norm(o, layer.g_proj(x)))
+    return layer.o_proj(layer.norm(o, layer.gate_proj(x)))
 
 
 # %% ex-neighbour passes
