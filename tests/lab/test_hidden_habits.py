@@ -85,6 +85,38 @@ def test_the_network_is_the_library_s(text, chunk) -> None:
     torch.testing.assert_close(got[:, begins], want[:, begins, 0, 0])
 
 
+@pytest.mark.parametrize("units", [0, 3])
+def test_ttt_s_memories_are_the_library_s(units, monkeypatch) -> None:
+    monkeypatch.setattr(hidden_habits, "TTT_CHUNK", 5)
+    k, v, _ = hidden_habits.drawn(2, 24, source=torch.manual_seed(0), traits=6)
+    k, v = k.double(), v.double()
+    slow = hidden_habits.ttt_start(torch.manual_seed(1), 6, units)
+    *tensors, logs = ((x + 0.1).double() for x in slow)
+    logs[:] = torch.tensor([2.0, 0.1]).log()[:, None, None]
+    learner = online_learner(
+        networks.network(),
+        squared_error,
+        optimisers.summed(sgd, 5),
+    )
+    of_one = [x[0].expand(2, *x.shape[2:])[:, None] for x in tensors]
+    first = tuple(zip(of_one[::2], of_one[1::2], strict=True))
+    at = 2 * k[:, :, None]
+    rate = torch.full((2, 24, 1), 0.1, dtype=k.dtype)
+    want, _ = learn(
+        learner,
+        (first, None),
+        at.roll(-1, 1),  # asked by the key that comes next
+        at,
+        v[..., None, None],
+        rate,
+        torch.ones_like(rate),
+    )
+    got = hidden_habits.ttt([*tensors, logs], k, v)[0]
+    torch.testing.assert_close(got[:, 1:], want[:, :-1, 0, 0])
+    start = networks.network()(first, at[:, 0])
+    torch.testing.assert_close(got[:, :1], start[..., 0])
+
+
 def test_the_triangular_solve_is_the_delta_rule(text) -> None:
     k, v = text
     got = hidden_habits.delta_rule(k, v, 0.4)

@@ -13,6 +13,10 @@ What is slow is trained over many texts:
 is the record in ``data``: the networks' trained starts, three seeds each, and
 how many functions the list of all features needs. It takes half an hour on
 one core.
+
+``ttt`` reads as TTT's memories do (Sun et al. 2024): a matrix, or a network of
+GELU units, whose gradients are taken where a chunk of 16 begins, with one rate
+for all weights. It leaves out their LayerNorm, since a value here is a number.
 """
 
 from __future__ import annotations
@@ -29,12 +33,24 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fastweights.deep.dual_form import (
+    answer_queries,
+    as_layers,
+    gradients,
+    layer_outputs,
+    map_layers,
+    sum_gradients,
+)
+
 FUNCTIONS, EVERY = 512, 16
 """Of a text, and how many an error is averaged over."""
 
 TEXTS, SEEDS, UNITS = 32, 3, 16
 CHUNK = 4
 """Functions that take their gradients at the same weights, in training."""
+
+TTT_CHUNK = 16
+"""The same in TTT's memories, in training and after it."""
 
 SQUARE = 3 / 8
 """The mean square of all values."""
@@ -142,6 +158,37 @@ def network(
     return torch.cat(said, -1), now
 
 
+def ttt(
+    weights: Sequence[Tensor], k: Keys, v: Values
+) -> Float[Tensor, "... T"]:
+    """Guesses of TTT's memories, by their dual form.
+
+    W_t = W' - rate sum_{s <= t} grad_s(W'), with the weights W' at a chunk's
+    start; a function is guessed by the weights that the one before has left.
+
+    Args:
+        weights: W1 [..., K, U], b1 [..., U] and, of a network, W2 [..., U, 1]
+            and b2 [..., 1]; and the logs of how far keys are stretched and of
+            the rate, [..., 2, 1, 1].
+        k, v: the text.
+    """
+    *start, logs = weights
+    stretch, rate = logs.exp().unbind(-3)
+    now, k = as_layers(start), stretch * k
+    said = [layer_outputs(now, k[..., :1, :])[-1]]
+    chunks = (
+        x.split(TTT_CHUNK, -2) for x in (k.roll(-1, -2), k, v[..., None])
+    )
+    for q, x, target in zip(*chunks, strict=True):
+        grads = gradients(now, x, target)
+        share = rate * torch.ones(x.shape[-2], x.shape[-2]).to(x).tril()
+        last = share[..., -1, :]
+        said.append(answer_queries(q, now, None, grads, None, last, share))
+        sums = sum_gradients(grads, last)
+        now = map_layers(torch.sub, now, sums)
+    return torch.cat(said, -2)[..., :-1, 0]
+
+
 def delta_rule(x: Keys, v: Values, rate: float) -> Values:
     """Guesses of a matrix that reads features x, by one triangular solve."""
     errors = torch.linalg.solve_triangular(
@@ -196,6 +243,13 @@ def by_softmax(k: Keys, v: Values, sharpness: float) -> Values:
     return F.pad(said[..., 0], (1, 0))
 
 
+def by_network(
+    slow: Sequence[Tensor], k: Keys, v: Values
+) -> Float[Tensor, "... T"]:
+    """A network's guesses in training."""
+    return network(slow, k, v, CHUNK)[0]
+
+
 def network_start(
     source: torch.Generator, traits: int, units: int = UNITS
 ) -> list[Tensor]:
@@ -210,20 +264,33 @@ def network_start(
     ]
 
 
+def ttt_start(
+    source: torch.Generator, traits: int, units: int = UNITS
+) -> list[Tensor]:
+    """An ordinary start for ``ttt``, of a matrix if there are no units."""
+    W1, b1, W2, b2, _ = network_start(source, traits, units)
+    logs = torch.tensor([300.0**0.5, 0.01]).log()
+    logs = logs.expand(SEEDS, 1, 2)[..., None, None]
+    if not units:
+        return [torch.zeros(SEEDS, 1, traits, 1), b2[..., 0], logs]
+    return [W1 / 300**0.5, b1[..., 0, :], W2, b2[..., 0], logs]
+
+
 def trained(
     slow: Sequence[Tensor],
     draw: Callable[..., tuple],
     shape: Sequence[int],
     steps: int,
+    read: Callable[..., Tensor] = by_network,
 ) -> list[Tensor]:
-    """A network's slow weights after training on its guesses of new texts."""
+    """Slow weights of a memory after training on its guesses of new texts."""
     source = torch.Generator().manual_seed(1)
     slow = [x.clone().requires_grad_() for x in slow]
     optimiser = torch.optim.Adam(slow, 0.03)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     for _ in range(steps):
         k, v, _ = draw(*shape, source=source)
-        losses = (network(slow, k, v, CHUNK)[0] - v).square().mean((1, 2))
+        losses = (read(slow, k, v) - v).square().mean((1, 2))
         for x, grad in zip(
             slow, torch.autograd.grad(losses.sum(), slow), strict=True
         ):  # clipped at 0.1 per seed
@@ -237,12 +304,14 @@ def trained(
 
 
 class Training(NamedTuple):
-    """How a network's start is trained."""
+    """How a memory's start is trained."""
 
     traits: int
     units: int = UNITS
     functions: int = FUNCTIONS
     draw: Callable[..., tuple] = drawn
+    start: Callable[..., list[Tensor]] = network_start
+    read: Callable[..., Tensor] = by_network
 
 
 TRAININGS = {
@@ -253,6 +322,11 @@ TRAININGS = {
     "12 traits, one unit": Training(12, 1),
     "48 traits, one unit": Training(48, 1),
     "48 traits, exactly one": Training(48, draw=drawn_odd),
+    "48 traits, TTT": Training(48, start=ttt_start, read=ttt),
+    "48 traits, TTT's matrix": Training(48, 0, start=ttt_start, read=ttt),
+    "48 traits, exactly one, TTT": Training(
+        48, draw=drawn_odd, start=ttt_start, read=ttt
+    ),
 }
 """By their names in the record."""
 
@@ -277,12 +351,13 @@ def main() -> None:
                 for k, v, _ in (tested(n, 8, T) for n, T in LISTS.items())
             ]
             continue
-        traits, units, functions, draw = TRAININGS[name]
+        traits, units, functions, draw, start, read = TRAININGS[name]
         slow = trained(
-            network_start(torch.Generator().manual_seed(0), traits, units),
+            start(torch.Generator().manual_seed(0), traits, units),
             functools.partial(draw, traits=traits),
             (SEEDS, TEXTS, functions),
             arguments.steps,
+            read,
         )
         found[name] = [rounded(x) for x in slow]
     print(json.dumps(found))
