@@ -68,7 +68,10 @@ def test_what_is_cited_is_this_version() -> None:
 
 
 def test_the_page_of_the_kernels_names_what_is_there():
-    """Capital words and what is in backticks: names, launches and files."""
+    """Capital words and what is in backticks: names, launches and files.
+
+    And of indices, i_*, all that the kernels have and no others.
+    """
     folder = ROOT / "src/fastweights/kernels"
     names = {"CUDA", "KDA", "TUNING", "G_C", "S_N"} | {*dir(fw), "fw"}
     for file in folder.parent.rglob("*.*"):
@@ -81,6 +84,9 @@ def test_the_page_of_the_kernels_names_what_is_there():
     for code in re.findall(r"`(?:[\w/]+/)?([^`\n]+)`", page):
         said |= {code} & names or {*re.findall(r"\w+", code)}
     assert len(said) > 100 and not said - names, said - names
+    code = "".join(file.read_text("utf-8") for file in folder.rglob("*.py"))
+    said, found = (set(re.findall(r"\bi_\w+", x)) for x in (page, code))
+    assert said == found, said ^ found
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])

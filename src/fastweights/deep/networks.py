@@ -1,4 +1,4 @@
-"""Inner models beside the matrix of :func:`fastweights.fast_weights`.
+"""Inner models beside the matrix of :mod:`fastweights.fast_weights`.
 
 Functions (params, x) -> prediction with params a nest of tensors [B, H, ...],
 x [B, H, K] and predictions [B, H, V].

@@ -70,7 +70,7 @@ def decode_kernel(
     the first num_accepted[i_n], or all.
     ``strides`` lie between the ``tokens``, q, k, v, g and beta. With
     ``decay_parameters``, (A_log, dt_bias), the log decay is made of g here.
-    ``erase_key`` is the key [B, T, HV, K] that reads in place of k, and its
+    ``erase_key`` is the key [B, T, HV, K] that erases in place of k, and its
     stride.
 
     No tl.dot: the time goes where the state's bytes go, and the sums stay
@@ -160,8 +160,8 @@ def decode_kernel(
         if beta is not None or erase_key is not None:
             # What is found and what q reads before the write, in one exchange
             # between the warps.
-            b_read = b_k if erase_key is None else b_e.to(tl.float32)[:, None]
-            b_found, b_o = tl.reduce((b_S * b_read, b_S * b_q), 0, add_pairs)
+            b_erase = b_k if erase_key is None else b_e.to(tl.float32)[:, None]
+            b_found, b_o = tl.reduce((b_S * b_erase, b_S * b_q), 0, add_pairs)
             b_new = b_new - b_found  # [BV]
             if beta is not None:
                 b_new = b_beta * b_new

@@ -100,20 +100,20 @@ def sequence_of(i_c, cu_seqlens, N, T, BT, BORDER: tl.constexpr = False):
     if cu_seqlens is None:
         i_n = i_c // tl.cdiv(T, BT)
     else:
-        i_last = tl.minimum(i_c, N - 1)
+        last = tl.minimum(i_c, N - 1)
         i_n = tl.maximum(i_c - T // BT, 0)  # first_slot(i_n) is not past i_c
-        i_n = tl.minimum(i_n, i_last)
+        i_n = tl.minimum(i_n, last)
         if BORDER:
-            i_n, i_last = 0 * N, N - 1
-        while i_n < i_last:
-            i_mid = (i_n + i_last + 1) // 2
-            i_first = first_slot(i_mid, cu_seqlens, T, BT)
+            i_n, last = 0 * N, N - 1
+        while i_n < last:
+            middle = (i_n + last + 1) // 2
+            first = first_slot(middle, cu_seqlens, T, BT)
             if BORDER:  # not later than the one with the last of its tokens
-                i_first -= i_mid
-            if i_first <= i_c:
-                i_n = i_mid
+                first -= middle
+            if first <= i_c:
+                i_n = middle
             else:
-                i_last = i_mid - 1
+                last = middle - 1
     return i_n
 
 

@@ -30,12 +30,13 @@ MIN_RECORDED_PREFILL = 256
 
 
 class Batch:
-    """The requests that take part in steps, on the rows of a pool.
+    """The engine's calls of the model, on the rows of a pool.
 
-    A step has all rows, each at its own number, whether they take part or
-    not: what one of them computes, and the order in which it is added up,
-    depend on nobody else. What a step reads and writes stays where it is,
-    so that on a GPU it can be a recording.
+    A prefill reads prompts of requests that take no part in steps yet. A step
+    has all rows, each at its own number, whether they take part or not: what
+    one of them computes, and the order in which it is added up, depend on
+    nobody else. What a step reads and writes stays where it is, so that on a
+    GPU it can be a recording.
 
     Args:
         model: reads the tokens.

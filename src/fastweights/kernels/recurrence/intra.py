@@ -19,9 +19,9 @@ def add_scores(
     """Add a tile's part of the scores in m_A: to b_Aqk, and to b_Aek.
 
     That is (q b_row) (k b_col)^T and (e b_row) (k b_col)^T, where keys are one
-    tile of q, k and e, [BT, BK]; e is the key that reads, erase_key or without
-    it k. Only the delta rule has Aek. Factors b_row and b_col are [BT, BK],
-    the two sums [BT, BT].
+    tile of q, k and e, [BT, BK]; e is the key that erases, erase_key or k.
+    Only the delta rule has Aek. Factors b_row and b_col are [BT, BK], the two
+    sums [BT, BT].
     """
     PRECISION: tl.constexpr = META.PRECISION
     b_Aqk, b_Aek = sums
@@ -98,7 +98,7 @@ def intra_fwd_kernel(
 
     Delta rule: R, with which the inverse of I + Diag(beta) Aek is
     I + Diag(beta) R, and that of I + Aek Diag(beta) is I + R Diag(beta); and
-    beta as a row in fp32, row_beta. Aek and k_in are of the key that reads:
+    beta as a row in fp32, row_beta. Aek and e_in are of the key e that erases:
     k, or ``erase_key`` [T, HV, K], with which beta is 1.
 
     Gates are running sums G, in log2 units, and total is a chunk's, G_C. The
@@ -110,7 +110,7 @@ def intra_fwd_kernel(
     strong ones would drown.
 
     A gate per channel: Aqk, and what the state meets, q_in = e^{G - G_p} q,
-    k_in = e^{G - G_p} k and k_out = e^{G_p - G} k. Their products are the
+    e_in = e^{G - G_p} e and k_out = e^{G_p - G} k. Their products are the
     scores. A channel whose decay is not factorable has e^G and e^{G_C - G}
     there; its chunk gets a mark in marks (gates.mark_of), and leaves its
     scores to intra_unfactorable_kernel. The backward runs the kernel AGAIN,
@@ -190,11 +190,11 @@ def intra_fwd_kernel(
             if not AGAIN:
                 b_Aqk = tl.dot(b_q_in, b_kT, b_Aqk, input_precision=PRECISION)
             if DELTA:
-                b_k_in = (b_e * b_row).to(dtype)  # [BT, BK]
-                tile.store_rows(qk.k_in, b_k_in, rows, i_k, HV_KEYS)
+                b_e_in = (b_e * b_row).to(dtype)  # [BT, BK]
+                tile.store_rows(qk.e_in, b_e_in, rows, i_k, HV_KEYS)
                 if not AGAIN:
                     b_Aek = tl.dot(
-                        b_k_in, b_kT, b_Aek, input_precision=PRECISION
+                        b_e_in, b_kT, b_Aek, input_precision=PRECISION
                     )
 
     if PER_CHANNEL and not AGAIN:

@@ -24,7 +24,7 @@ def sum_over_values(grad_inputs, rows, i_ch, i_k, META: tl.constexpr):
 
     Returns the scores' dAqk and -dAek, [BT, BT]; what passes through the
     states, [BT, BK], to q, to k as it is written and, negated, to e, the key
-    that reads (k itself without META.HAS_ERASE_KEY); and a gate's dtotal,
+    that erases (k itself without META.HAS_ERASE_KEY); and a gate's dtotal,
     h . dh [BK], or for a gate per head its sum. -dAek and e's are 0 for the
     additive rule. h . dh is the diagonal of a product: a tile that a product
     and a sum read has one buffer, which Triton fills again before the product
@@ -99,7 +99,7 @@ def intra_bwd_kernel(
     between. Rows gain from it what columns lose, and pairs on one side must
     cancel: b_pairs adds up both, from operands that are rounded alike.
 
-    With a gate per channel q_in, k_in and k_out are seen from where half of
+    With a gate per channel q_in, e_in and k_out are seen from where half of
     the channel's decay is done (intra_fwd_kernel), and so are the gradients
     until the end. intra_bwd_unfactorable_kernel has the other chunks.
     """
@@ -196,11 +196,11 @@ def intra_bwd_kernel(
         b_qT = tl.trans(b_q)  # [BK, BT]
         b_dkT = tl.dot(b_qT, b_dAqk, input_precision=PRECISION)  # [BK, BT]
         if DELTA:
-            b_k_in = b_k
+            b_e_in = b_k
             if PER_CHANNEL or HAS_ERASE_KEY:
-                b_k_in = tile.load_rows(qk.k_in, rows, i_k, HV_KEYS)
-            b_k_inT = tl.trans(b_k_in)  # [BK, BT]
-            b_dkT = tl.dot(b_k_inT, b_dAek, b_dkT, input_precision=PRECISION)
+                b_e_in = tile.load_rows(qk.e_in, rows, i_k, HV_KEYS)
+            b_e_inT = tl.trans(b_e_in)  # [BK, BT]
+            b_dkT = tl.dot(b_e_inT, b_dAek, b_dkT, input_precision=PRECISION)
             b_de *= -b_decay if GATED else -1.0
             b_de = tl.dot(b_dAek, b_k, b_de, input_precision=PRECISION)
         b_dq_hv = tl.dot(b_dAqk, b_k, b_dq_hv, input_precision=PRECISION)
@@ -208,10 +208,10 @@ def intra_bwd_kernel(
             b_pairs = b_q * b_dq_hv  # [BT, BK]
             b_dq_hv += b_diag * b_k
         if DELTA and PER_CHANNEL:
-            b_pairs += b_k_in * b_de
+            b_pairs += b_e_in * b_de
         b_dk_scores = tl.trans(b_dkT)  # [BT, BK]
         if DELTA and HAS_ERASE_KEY and PER_HEAD:
-            b_pairs += b_k_in * b_de
+            b_pairs += b_e_in * b_de
         if PER_HEAD and DELTA and not HAS_ERASE_KEY:
             b_pairs += b_k * (b_de - b_dk_scores)
         elif GATED:

@@ -26,18 +26,19 @@ from fastweights.kernels.recurrence.segments import (
 
 # Which program it is: of segment or border i_x, and forward whether of M.
 Program = namedtuple("Program", "i_x i_hv i_v is_M")
-# A program's chunks, first_chunk up to stop_chunk, of a segment that begins
-# with chunk segment_first, and of sequence i_n, with tokens start to end. Of a
-# segment that is_composed compose_kernel finds the state that leaves it. A
-# MAP's program feeds_compose if compose_kernel is given what it finds.
+# A program's chunks, from_chunk up to stop_chunk, of a segment that begins
+# with first_chunk, in sequence i_n, which has tokens start to end and whose
+# first chunk has first_slot. Of a segment that is_composed compose_kernel
+# finds the state that leaves it. A MAP's program feeds_compose if
+# compose_kernel is given what it finds.
 Chunks = namedtuple(
     "Chunks",
-    "i_n start end i_slot segment_first first_chunk stop_chunk is_composed "
+    "i_n start end first_slot first_chunk from_chunk stop_chunk is_composed "
     "feeds_compose reaches_all",
 )
 ChunksBack = namedtuple(
     "ChunksBack",
-    "i_n i_nh start end i_slot first_chunk stop_chunk is_composed "
+    "i_n i_nh start end first_slot first_chunk stop_chunk is_composed "
     "feeds_compose from_end",
 )
 
@@ -101,49 +102,32 @@ def chunks_of(
     i_x, i_hv, _, is_M = program
     reaches_all = True
     if MAP:
-        i_n, start, end, segment_first = segment_before(i_x, call, META)
+        i_n, start, end, first_chunk = segment_before(i_x, call, META)
     else:
-        i_n, start, end, segment_first = segment_at(i_x, call, BT)
+        i_n, start, end, first_chunk = segment_at(i_x, call, BT)
     NT = tl.cdiv(end - start, BT).to(tl.int32)
-    stop_chunk = tl.minimum(segment_first + call.L, NT)
-    enters = segment_first > 0
+    stop_chunk = tl.minimum(first_chunk + call.L, NT)
+    enters = first_chunk > 0
     if initial_state is not None:
-        enters = segment_first >= 0
+        enters = first_chunk >= 0
     passes_on = enters
     if MAP:
         passes_on |= (stop_chunk < NT) & (is_M == 0)
-    whole = is_whole(start, end, segment_first, call, META)
+    whole = is_whole(start, end, first_chunk, call, META)
     is_composed, feeds_compose = enters & whole, passes_on & whole
     if MAP:
-        stop_chunk = tl.where(feeds_compose, stop_chunk, segment_first)
-    first_chunk = segment_first
-    i_slot = tile.first_slot(i_n, call.cu_seqlens, call.T, BT)
+        stop_chunk = tl.where(feeds_compose, stop_chunk, first_chunk)
+    from_chunk = first_chunk
+    first_slot = tile.first_slot(i_n, call.cu_seqlens, call.T, BT)
     if MAP and META.PER_HEAD:
-        reached = chunks_in_reach(
-            map_bound,
-            i_slot + first_chunk,
-            i_hv,
-            first_chunk,
-            stop_chunk,
-            False,
-            META,
-        )
+        of_segment = first_slot + first_chunk, i_hv, first_chunk, stop_chunk
+        reached = chunks_in_reach(map_bound, *of_segment, False, META)
         reaches_all = reached == stop_chunk - first_chunk
         if is_M & (reaches_all == 0):
             reached = 0
-        first_chunk = stop_chunk - reached
-    return Chunks(
-        i_n,
-        start,
-        end,
-        i_slot,
-        segment_first,
-        first_chunk,
-        stop_chunk,
-        is_composed,
-        feeds_compose,
-        reaches_all,
-    )
+        from_chunk = stop_chunk - reached
+    segment = i_n, start, end, first_slot, first_chunk, from_chunk, stop_chunk
+    return Chunks(*segment, is_composed, feeds_compose, reaches_all)
 
 
 @triton.jit
@@ -167,13 +151,13 @@ def load_entering_state(
                 b_S = unit_columns(i_j, BK, BV)
     elif states.initial_state is not None:
         i_nh = chunks.i_n * META.HV + i_hv
-        is_first = chunks.segment_first == 0
+        is_first = chunks.first_chunk == 0
         b_S = tile.load_state(states.initial_state, i_nh, i_v, is_first, META)
     if states.border_states is not None and not MAP:
         NT = tl.cdiv(chunks.end - chunks.start, META.BT).to(tl.int32)
-        before = chunks.segment_first - call.L
+        before = chunks.first_chunk - call.L
         i_b = border_of(chunks.i_n, chunks.start, before, call, META)
-        has_before = (chunks.segment_first > 0) & (chunks.segment_first < NT)
+        has_before = (chunks.first_chunk > 0) & (chunks.first_chunk < NT)
         i_b = tl.where(has_before, i_b, 0) * META.HV + i_hv
         b_S += tile.load_state(
             states.border_states, i_b, i_v, has_before, META
@@ -205,11 +189,11 @@ def store_leaving_state(
     if MAP:
         i_b = i_x * HV + i_hv
         is_last = chunks.stop_chunk == NT
-        p_S, i_S = border_state_at(
+        p_S, i_s = border_state_at(
             state, states.border_states, is_last, chunks.i_n, i_x, i_hv, HV
         )
         has_state = chunks.feeds_compose & (is_M == 0)
-        tile.store_state(p_S, b_S, i_S, i_v, has_state, META)
+        tile.store_state(p_S, b_S, i_s, i_v, has_state, META)
         if META.DELTA:
             # A program of B stores no rows.
             row = i_b.to(tl.int64) * K
@@ -226,7 +210,7 @@ def store_leaving_state(
     elif state is not None:
         # An empty sequence has one segment, of no chunks.
         is_last = chunks.stop_chunk == NT
-        is_last &= (chunks.segment_first < NT) | (chunks.segment_first == 0)
+        is_last &= (chunks.first_chunk < NT) | (chunks.first_chunk == 0)
         i_nh = chunks.i_n * HV + i_hv
         own = is_last & (chunks.is_composed == 0)
         tile.store_state(state, b_S, i_nh, i_v, own, META)
@@ -238,20 +222,21 @@ def scan_fwd_kernel(
 ):
     """One value tile of one head of one segment, its state in registers.
 
-    q_in, k_in, k_out [T, HV, K] are those of intra for a gate per channel;
-    else they are q, k, k [T, H, K], and the decays of a gate per head act on
-    the rows of what these multiply. With HAS_ERASE_KEY k_in [T, HV, K] is of
-    the key that erases, and beta is 1. The delta rule writes beta times its
-    errors u, which are what the values are more than what the keys find:
-    (I + Aek Diag(beta))^{-1} r, where r is that for the state S at the chunk's
-    entrance. With o the kernel writes the outputs and the final state; with
-    h, for the backward, the state that enters each chunk, and the errors.
-    With neither it writes the map of the segment before a border: B to
-    border_states [borders, HV, K, V], or to state if the sequence ends there,
-    and M to maps: K x K for the delta rule, whose tiles are programs of their
+    q_in, e_in, k_out [T, HV, K] are those of intra for a gate per channel.
+    Else they are q, e, k, where e is k [T, H, K] or erase_key [T, HV, K], and
+    the decays of a gate per head act on the rows of what these multiply. The
+    delta rule writes beta times its errors u, by which the values exceed what
+    e finds in the state: u = (I + Aek Diag(beta))^{-1} r, where r is that for
+    the state S at the chunk's entrance. With erase_key beta is 1.
+
+    With o the kernel writes the outputs and the final state; with h, for the
+    backward, the state that enters each chunk, and the errors. With neither
+    it writes the map of the segment before a border: B to border_states
+    [borders, HV, K, V], or to state if the sequence ends there, and M to
+    maps. M is K x K for the delta rule, whose tiles are programs of their
     own, and the decay of K channels for a gate and the additive rule. A first
-    segment that no state enters needs no M. Otherwise border_states is the
-    state that passes each border, composed.
+    segment that no state enters needs no M. Where the kernel writes no map,
+    border_states is the composed state that passes each border.
     """
     GATED: tl.constexpr = META.GATED
     PER_HEAD: tl.constexpr = META.PER_HEAD
@@ -260,7 +245,7 @@ def scan_fwd_kernel(
     HAS_ERASE_KEY: tl.constexpr = META.HAS_ERASE_KEY
     PRECISION: tl.constexpr = META.PRECISION
     KEYS: tl.constexpr = META.key_tiles
-    READ_KEYS: tl.constexpr = META.read_key_tiles
+    ERASE_KEYS: tl.constexpr = META.erase_key_tiles
     VALUES: tl.constexpr = META.value_tiles
     SCORES: tl.constexpr = META.score_tiles
     HV: tl.constexpr = META.HV
@@ -276,7 +261,7 @@ def scan_fwd_kernel(
     i_v, i_x = tl.program_id(0) % (NV + NM), tl.program_id(0) // (NV + NM)
     i_hv, i_x = i_x % HV, i_x // HV
     i_qk = i_hv // (HV // META.QK_HEADS)
-    i_read = i_hv if HAS_ERASE_KEY else i_qk
+    i_erase = i_hv if HAS_ERASE_KEY else i_qk
     is_M = i_v >= NV  # a program of M
     program = Program(i_x, i_hv, i_v, is_M)
     chunks = chunks_of(
@@ -288,7 +273,7 @@ def scan_fwd_kernel(
     span = (chunks.start, chunks.end)
     t_v = tile.sequence_tiles(v, span, VALUES)
     if not PER_CHANNEL or DELTA:
-        t_k_in = tile.sequence_tiles(qk.k_in, span, READ_KEYS)
+        t_e_in = tile.sequence_tiles(qk.e_in, span, ERASE_KEYS)
     if PER_CHANNEL or HAS_ERASE_KEY:
         t_k_out = tile.sequence_tiles(qk.k_out, span, KEYS)
     if DELTA:
@@ -303,13 +288,13 @@ def scan_fwd_kernel(
     #     the errors to u
     #   segment_maps, MAP: DELTA has programs of M beside those of B, in which
     #     v is 0; else M is b_decay, where there is a gate
-    for i_t in range(chunks.first_chunk, chunks.stop_chunk):
+    for i_t in range(chunks.from_chunk, chunks.stop_chunk):
         c = i_t * BT
         rows = (chunks.start + c, chunks.end, i_hv)
         c_v = c
         if MAP:  # programs of M read v past the end: zeros
             c_v = tl.where(is_M, (chunks.end - chunks.start).to(tl.int32), c)
-        i_ch = (chunks.i_slot + i_t) * HV + i_hv
+        i_ch = (chunks.first_slot + i_t) * HV + i_hv
         if PER_CHANNEL:
             if KEEPS:
                 b_S_in = b_S.to(v.dtype.element_ty)
@@ -325,7 +310,7 @@ def scan_fwd_kernel(
         b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
         b_v = tile.load_chunk(t_v, span, c_v, i_hv, i_v, VALUES)
         if not PER_CHANNEL or DELTA:
-            b_k = tile.load_chunk(t_k_in, span, c, i_read, 0, READ_KEYS)
+            b_e = tile.load_chunk(t_e_in, span, c, i_erase, 0, ERASE_KEYS)
 
         if WRITES_O and not PER_CHANNEL:
             # Before the errors, to free S_in's room.
@@ -341,13 +326,13 @@ def scan_fwd_kernel(
             b_beta = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))[:, None]
         if DELTA:
             b_R = tile.load_chunk(t_R, span, c, i_hv, 0, SCORES)
-            b_kS = tile.dot(b_k, b_S_in, None, PRECISION, BY_COLUMNS)
+            b_eS = tile.dot(b_e, b_S_in, None, PRECISION, BY_COLUMNS)
         if KEEPS and not PER_CHANNEL:  # while that product runs
             tile.store_state(outputs.h, b_S_in, i_ch, i_v, True, META)
         if DELTA:
             if PER_HEAD:
-                b_kS *= b_outer * b_row_in
-            b_r = b_v - b_kS  # [BT, BV]
+                b_eS *= b_outer * b_row_in
+            b_r = b_v - b_eS  # [BT, BV]
             b_step = (b_r if HAS_ERASE_KEY else b_beta * b_r).to(b_v.dtype)
             b_u = tile.dot(
                 b_R, b_step, b_r, PRECISION, BY_COLUMNS
@@ -368,6 +353,8 @@ def scan_fwd_kernel(
         b_new = b_new.to(b_v.dtype)  # [BT, BV], from where the chunk is seen
         if PER_CHANNEL or HAS_ERASE_KEY:
             b_k = tile.load_chunk(t_k_out, span, c, i_qk, 0, KEYS)
+        else:
+            b_k = b_e
         b_kT = tl.trans(b_k)  # [BK, BT]
         # S' = decay S + k^T v_new [BK, BV]
         b_S = tl.dot(b_kT, b_new, b_S, input_precision=PRECISION)
@@ -432,7 +419,7 @@ def chunks_back_of(
     NT = tl.cdiv(end - start, BT).to(tl.int32)
     stop_chunk = tl.minimum(first_chunk + call.L, NT)
     i_nh = i_n * META.HV + i_hv
-    i_slot = tile.first_slot(i_n, call.cu_seqlens, call.T, BT)
+    first_slot = tile.first_slot(i_n, call.cu_seqlens, call.T, BT)
     from_end = (stop_chunk == NT) & ((first_chunk < NT) | (first_chunk == 0))
     is_composed = is_whole(start, end, first_chunk, call, META)
     if MAP:
@@ -442,18 +429,11 @@ def chunks_back_of(
             feeds_compose &= first_chunk > 0
         stop_chunk = tl.where(feeds_compose, stop_chunk, first_chunk)
     if MAP and META.PER_HEAD:
-        reached = chunks_in_reach(
-            map_bound,
-            i_slot + first_chunk,
-            i_hv,
-            first_chunk,
-            stop_chunk,
-            True,
-            META,
-        )
+        of_segment = first_slot + first_chunk, i_hv, first_chunk, stop_chunk
+        reached = chunks_in_reach(map_bound, *of_segment, True, META)
         from_end &= reached == stop_chunk - first_chunk
         stop_chunk = first_chunk + reached
-    segment = (i_n, i_nh, start, end, i_slot, first_chunk, stop_chunk)
+    segment = i_n, i_nh, start, end, first_slot, first_chunk, stop_chunk
     return ChunksBack(*segment, is_composed, feeds_compose, from_end)
 
 
@@ -495,10 +475,10 @@ def store_leaving_grad(
     if MAP:
         before = chunks.first_chunk - call.L
         i_b = border_of(i_n, chunks.start, before, call, META)
-        p_dS, i_dS = border_state_at(
+        p_dS, i_s = border_state_at(
             dfirst, grads.border_grads, is_first, i_n, i_b, i_hv, HV
         )
-        tile.store_state(p_dS, b_dS, i_dS, i_v, chunks.feeds_compose, META)
+        tile.store_state(p_dS, b_dS, i_s, i_v, chunks.feeds_compose, META)
     elif dfirst is not None:
         own = is_first & (chunks.is_composed == 0)
         tile.store_state(dfirst, b_dS, chunks.i_nh, i_v, own, META)
@@ -529,7 +509,7 @@ def scan_bwd_kernel(
     HAS_ERASE_KEY: tl.constexpr = META.HAS_ERASE_KEY
     PRECISION: tl.constexpr = META.PRECISION
     KEYS: tl.constexpr = META.key_tiles
-    READ_KEYS: tl.constexpr = META.read_key_tiles
+    ERASE_KEYS: tl.constexpr = META.erase_key_tiles
     VALUES: tl.constexpr = META.value_tiles
     SCORES: tl.constexpr = META.score_tiles
     HV: tl.constexpr = META.HV
@@ -544,7 +524,7 @@ def scan_bwd_kernel(
     i_v, i_x = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_hv, i_x = i_x % HV, i_x // HV
     i_qk = i_hv // (HV // META.QK_HEADS)
-    i_read = i_hv if HAS_ERASE_KEY else i_qk
+    i_erase = i_hv if HAS_ERASE_KEY else i_qk
     program = Program(i_x, i_hv, i_v, None)
     chunks = chunks_back_of(
         program, grads.dinitial_state, decays.map_bound, call, MAP, META
@@ -560,7 +540,7 @@ def scan_bwd_kernel(
     if PER_CHANNEL:
         t_Aqk = tile.sequence_tiles(scores.Aqk, span, SCORES)
     if DELTA and (PER_CHANNEL or HAS_ERASE_KEY):
-        t_k_in = tile.sequence_tiles(qk.k_in, span, READ_KEYS)
+        t_e_in = tile.sequence_tiles(qk.e_in, span, ERASE_KEYS)
     if DELTA:
         t_R = tile.sequence_tiles(scores.R, span, SCORES)
     if SUMS_DBETA:
@@ -569,7 +549,7 @@ def scan_bwd_kernel(
         i_t = chunks.stop_chunk - 1 - i
         c = i_t * BT
         rows = (chunks.start + c, chunks.end, i_hv)
-        i_ch = (chunks.i_slot + i_t) * HV + i_hv
+        i_ch = (chunks.first_slot + i_t) * HV + i_hv
         b_dS_out = b_dS.to(output_grads.do.dtype.element_ty)  # [BK, BV]
         if not MAP:
             tile.store_state(grads.dh, b_dS_out, i_ch, i_v, True, META)
@@ -636,14 +616,15 @@ def scan_bwd_kernel(
         b_qT = tl.trans(b_q)  # [BK, BT]
         b_dS = tl.dot(b_qT, b_do_in, b_dS, input_precision=PRECISION)
         if DELTA:
-            b_dkS = -b_dv
+            b_deS = -b_dv
             if PER_HEAD:
-                b_dkS *= b_row_in
+                b_deS *= b_row_in
+            b_e = b_k
             if PER_CHANNEL or HAS_ERASE_KEY:
-                b_k = tile.load_chunk(t_k_in, span, c, i_read, 0, READ_KEYS)
-            b_kT = tl.trans(b_k)  # [BK, BT]
-            b_dkS = b_dkS.to(b_do_in.dtype)
-            b_dS = tl.dot(b_kT, b_dkS, b_dS, input_precision=PRECISION)
+                b_e = tile.load_chunk(t_e_in, span, c, i_erase, 0, ERASE_KEYS)
+            b_eT = tl.trans(b_e)  # [BK, BT]
+            b_deS = b_deS.to(b_do_in.dtype)
+            b_dS = tl.dot(b_eT, b_deS, b_dS, input_precision=PRECISION)
         if GATED:
             b_dS *= b_outer
 

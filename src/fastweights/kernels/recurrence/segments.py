@@ -31,8 +31,8 @@ def segment_at(i_s, call, BT: tl.constexpr):
     BL = call.L * BT
     i_n = tile.sequence_of(i_s, call.cu_seqlens, call.N, call.T, BL)
     start, end = tile.sequence_span(i_n, call.cu_seqlens, call.T)
-    i_first = tile.first_slot(i_n, call.cu_seqlens, call.T, BL)
-    return i_n, start, end, ((i_s - i_first) * call.L).to(tl.int32)
+    first = tile.first_slot(i_n, call.cu_seqlens, call.T, BL)
+    return i_n, start, end, ((i_s - first) * call.L).to(tl.int32)
 
 
 @triton.jit

@@ -112,8 +112,8 @@ class RecurrenceMeta:
         return Tiles(self.QK_HEADS, self.K, self.BT, self.BK, self.TMA)
 
     @property
-    def read_key_tiles(self) -> Tiles:
-        """How the keys are cut that read the state for the delta rule."""
+    def erase_key_tiles(self) -> Tiles:
+        """How the keys are cut by which the delta rule erases."""
         heads = self.HV if self.HAS_ERASE_KEY else self.QK_HEADS
         return Tiles(heads, self.K, self.BT, self.BK, self.TMA)
 
@@ -218,7 +218,7 @@ def scan_options(stage: str, kind: CallKind) -> dict[str, int]:
     BV = 2 * BV if wide else BV
     num_stages = 3 if wide or stage == "segment_maps" else 2
     back = stage.endswith("backward")
-    # keys that read, and others that write
+    # keys that erase, and others that write
     two_keys = kind.per_channel or kind.has_erase_key
     if (stage == "scan" or back) and kind.delta and two_keys:
         num_stages = 2  # no room for three

@@ -57,11 +57,11 @@ CallTensors = namedtuple(
     defaults=(None, None),
 )
 # Each group that travels together is one argument of a kernel. What a launch
-# does not have, or is not to write, is None. Operands inside of chunks (e:
-# the erase_key):
+# does not have, or is not to write, is None. Operands inside of chunks, where
+# e is erase_key:
 IntraInputs = namedtuple("IntraInputs", "q k g beta e")
 # Queries and keys as a scan reads them: decayed where channels have gates.
-ScanQK = namedtuple("ScanQK", "q_in k_in k_out")
+ScanQK = namedtuple("ScanQK", "q_in e_in k_out")
 # How each chunk decays: README.md has the shapes.
 Decays = namedtuple("Decays", "row_in row_out row_beta total G map_bound")
 # Products of a chunk's tokens, and the delta rule's inverse.
@@ -165,7 +165,7 @@ class TensorSpecs:
         self.dstate = spec("dstate", "N", states, dtype_of["dstate"])
 
         q_in = spec("q_in", "tokens", (HV, K), low, channel)
-        k_in = spec("k_in", "tokens", (HV, K), low, channel and delta)
+        e_in = spec("e_in", "tokens", (HV, K), low, channel and delta)
         k_out = spec("k_out", "tokens", (HV, K), low, channel)
         row_in = spec("row_in", "slots", scores, fp32, head)
         strengths = delta and not kind.has_erase_key
@@ -177,8 +177,8 @@ class TensorSpecs:
         self.inputs = IntraInputs(
             self.q, self.k, self.g, self.beta, self.erase_key
         )
-        k_in = k_in or self.erase_key or self.k
-        self.qk = ScanQK(q_in or self.q, k_in, k_out or self.k)
+        e_in = e_in or self.erase_key or self.k
+        self.qk = ScanQK(q_in or self.q, e_in, k_out or self.k)
         rows = row_in, row_out, row_beta
         self.decays = Decays(*rows, total, G, map_bound or total)
         self.call = Call(self.cu_seqlens, SCALE, T, N, L)
