@@ -104,8 +104,8 @@ def check_recurrence_arguments(
     if B < 1 or min_tokens > T or H < 1 or K < 1:
         need = f"[B, T, H, K] with B, H, K >= 1 and T >= {min_tokens}"
         refuse_shape("q", q, need)
-    rows, length, HV, V = v.shape if v.dim() == 4 else 4 * (0,)
-    if rows != B or length != T or HV < 1 or V < 1:
+    batch, length, HV, V = v.shape if v.dim() == 4 else 4 * (0,)
+    if batch != B or length != T or HV < 1 or V < 1:
         refuse_shape("v", v, f"[{B}, {T}, HV, V] with HV, V >= 1")
     if HV % H:
         need = f"[{B}, {T}, HV, V] with HV a multiple of q's {H} heads"
@@ -119,8 +119,8 @@ def check_recurrence_arguments(
     if beta is not None and beta.shape != (B, T, HV):
         refuse_shape("beta", beta, f"[{B}, {T}, {HV}]")
     if erase_key is not None:
-        heads = H if erase_key.dim() == 4 and erase_key.shape[2] == H else HV
-        if erase_key.shape != (B, T, heads, K):
+        HE = H if erase_key.dim() == 4 and erase_key.shape[2] == H else HV
+        if erase_key.shape != (B, T, HE, K):
             need = f"[{B}, {T}, {HV}, {K}] or [{B}, {T}, {H}, {K}]"
             refuse_shape("erase_key", erase_key, need)
         if beta is not None:

@@ -117,12 +117,12 @@ def pack_pieces(
     cu_seqlens: Offsets,
     x: Float[Tensor, "1 T ..."],
     chunk_size: int,
-    rows: Callable[[int], int],
+    number_at_once: Callable[[int], int],
 ) -> list[Piece]:
     """A piece for each sequence longer than a chunk; then those of the others.
 
     Short sequences are rows with some of like length: none is filled up to
-    twice its own. ``rows`` says how many of a length are computed together.
+    twice its own. ``number_at_once`` is of those of a length.
     """
     T, pieces, short = x.shape[1], [], []
     for n, t in sequence_spans(cu_seqlens, T):
@@ -132,7 +132,7 @@ def pack_pieces(
             short.append((n.start, t))
     for group in group_by_length([t.stop - t.start for _, t in short]):
         alike = [short[i] for i in group]
-        count = max(1, rows(max(t.stop - t.start for _, t in alike)))
+        count = max(1, number_at_once(max(t.stop - t.start for _, t in alike)))
         for i in range(0, len(alike), count):
             ns, ts = zip(*alike[i : i + count], strict=True)
             starts, stops = torch.tensor([(t.start, t.stop) for t in ts]).T

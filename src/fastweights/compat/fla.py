@@ -268,8 +268,8 @@ def _check(title: str, x: Arguments) -> None:
             refuse_shape(name, y, SHAPES[dims[name]])
     if "num_householder" in x:
         check_sizes(num_householder=x["num_householder"])
-        B, T, *heads = x["q"].shape
-        steps = (B, T * x["num_householder"], *heads)
+        B, T, *sizes = x["q"].shape
+        steps = (B, T * x["num_householder"], *sizes)
         check_shapes(k=(x["k"], steps))
     keys, shapes = x["k"].shape, {"w": x["v"].shape}
     if title.endswith("rwkv7"):

@@ -206,8 +206,8 @@ def selective_state_update(
         )
     full = compute_dtype(x.dtype)
     B, C = B[:, None].to(full), C[:, None].to(full)
-    heads = x.dim() == 3 and _is_expanded(A, 2) and _is_expanded(dt, 1)
-    if heads and (dt_bias is None or _is_expanded(dt_bias, 1)):
+    has_heads = x.dim() == 3 and _is_expanded(A, 2) and _is_expanded(dt, 1)
+    if has_heads and (dt_bias is None or _is_expanded(dt_bias, 1)):
         bias = None if dt_bias is None else dt_bias[:, 0]
         step = _step_sizes(dt[:, None, :, 0], bias, dt_softplus, full)
         v, g = step[..., None] * x[:, None], step * A[:, 0, 0].to(full)

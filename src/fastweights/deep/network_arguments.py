@@ -34,8 +34,8 @@ def check_network_inputs(
     ``rates`` are [B, T, H], or [B, T, H, matrices] if named "rates".
     """
     tokens = {"q": q, "k": k, "v": v, **rates}
-    rows = {"position": position, "lengths": lengths}
-    counts = {name: x for name, x in rows.items() if x is not None}
+    given = {"position": position, "lengths": lengths}
+    counts = {name: x for name, x in given.items() if x is not None}
     check_tensors(**tokens, **counts)
     dtypes: dict[str, tuple[torch.dtype, ...]] = {"q": DTYPES}
     dtypes |= dict.fromkeys(("k", "v"), (q.dtype,))
@@ -94,7 +94,7 @@ def check_weight_and_bias(
 
 
 def check_layers(
-    start: Sequence[tuple[Tensor, Tensor]], heads: int, K: int, V: int
+    start: Sequence[tuple[Tensor, Tensor]], H: int, K: int, V: int
 ) -> None:
     """Raise unless the layers lead from K to V, one set per head."""
     if not start:
@@ -105,7 +105,7 @@ def check_layers(
         W, b = layer
         out = V if i == len(start) - 1 else W.shape[-1]
         check_shapes(
-            **{f"start[{i}][0]": (W, (heads, width, out))}
-            | {f"start[{i}][1]": (b, (heads, out))}
+            **{f"start[{i}][0]": (W, (H, width, out))}
+            | {f"start[{i}][1]": (b, (H, out))}
         )
         width = out

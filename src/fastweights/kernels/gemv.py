@@ -494,10 +494,10 @@ def _norm_rows(
     """The norm as a launch of its own: of many rows it is no small work."""
     if gate is None and len(norm) == x.shape[1]:
         return F.rms_norm(x, norm.shape, norm, eps)
-    heads = x.view(len(x), 1, -1, len(norm))
+    o = x.view(len(x), 1, -1, len(norm))
     gates = None if gate is None else gate[:, None]
     silu = activation == "silu"
-    return output_norm.forward(heads, norm, gates, silu, eps)[:, 0]
+    return output_norm.forward(o, norm, gates, silu, eps)[:, 0]
 
 
 def gemv_options(

@@ -67,10 +67,10 @@ class MesaMeta(NamedTuple):
 
 
 @triton.jit
-def load_gates(g, beta, rows, META: tl.constexpr):
+def load_gates(g, beta, place, META: tl.constexpr):
     """The running sum of g [BT], and beta, 0 past the end."""
-    b_g = tl.maximum(load_numbers(g, rows, META.H, META.BT), LEAST_GATE)
-    return tl.cumsum(b_g, axis=0), load_numbers(beta, rows, META.H, META.BT)
+    b_g = tl.maximum(load_numbers(g, place, META.H, META.BT), LEAST_GATE)
+    return tl.cumsum(b_g, axis=0), load_numbers(beta, place, META.H, META.BT)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -101,11 +101,11 @@ def mesa_states_kernel(
     for t in range(start, end, BT):
         o_S, m_S = state_at(i_c * H + i_h, i_d, K, K, BK, BN)
         tl.store(states + o_S, b_S, mask=m_S)
-        rows = t, end, i_h
-        b_G, b_beta = load_gates(g, beta, rows, META)
+        place = t, end, i_h
+        b_G, b_beta = load_gates(g, beta, place, META)
         b_last = tl.min(b_G, axis=0)  # it never rises
-        b_k = load_rows(k, rows, 0, TILES)  # [BT, BK]
-        b_n = load_rows(k, rows, i_d, COLUMNS)  # [BT, BN]
+        b_k = load_rows(k, place, 0, TILES)  # [BT, BK]
+        b_n = load_rows(k, place, i_d, COLUMNS)  # [BT, BN]
         b_w = b_k * (tl.exp(b_last - b_G) * b_beta)[:, None]
         b_S *= tl.exp(b_last)
         b_S = tl.dot(tl.trans(b_w), b_n, b_S, input_precision=META.PRECISION)
@@ -133,16 +133,16 @@ def mesa_solve_kernel(
         return
     o_S, m_S = state_at(tl.program_id(0), 0, K, K, BK, BK)
     b_S = tl.load(states + o_S, mask=m_S, other=0.0)  # [BK, BK]
-    rows = t, end, i_h
-    b_k = load_rows(k, rows, 0, TILES)  # [BT, BK]
-    b_G, b_beta = load_gates(g, beta, rows, META)
+    place = t, end, i_h
+    b_k = load_rows(k, place, 0, TILES)  # [BT, BK]
+    b_G, b_beta = load_gates(g, beta, place, META)
     o_t, o_k = tl.arange(0, BT), tl.arange(0, BK)
     m_D = o_t[:, None] >= o_t[None, :]
     b_D = tl.exp(tl.where(m_D, b_G[:, None] - b_G[None, :], 0.0))
     b_D = tl.where(m_D, b_D * b_beta[None, :], 0.0)  # [BT, BT]
     b_G = tl.exp(b_G)[:, None]
     b_ridge = tl.load(ridge + i_h * K + o_k, mask=o_k < K, other=0.0)
-    b_r = load_rows(b, rows, 0, TILES)  # [BT, BK]
+    b_r = load_rows(b, place, 0, TILES)  # [BT, BK]
     b_p, b_x = b_r, tl.zeros([BT, BK], dtype=tl.float32)
     b_rr = tl.sum(b_r * b_r, axis=1)
     for _ in range(steps):
@@ -159,7 +159,7 @@ def mesa_solve_kernel(
         b_before = tl.maximum(b_rr, TINY)
         b_rr = tl.sum(b_r * b_r, axis=1)
         b_p = b_r + (b_rr / b_before)[:, None] * b_p
-    store_rows(x, b_x, rows, 0, TILES)
+    store_rows(x, b_x, place, 0, TILES)
 
 
 def meta_of(H: int, K: int, precision: str) -> MesaMeta:

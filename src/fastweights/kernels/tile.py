@@ -144,15 +144,15 @@ class Tiles:
 
 
 @triton.jit
-def rows_at(x, rows, i_d, TILES: tl.constexpr):
+def rows_at(x, place, i_d, TILES: tl.constexpr):
     """Pointers and mask of one tile of x, whose columns are those of i_d.
 
-    ``rows`` is (t, end, i_h): its rows are the tokens of head i_h from t on,
+    ``place`` is (t, end, i_h): its rows are the tokens of head i_h from t on,
     which is 64 bits wide, and those from end on are masked. What differs
     between programs is one number, the rest constants to each thread, and
     rows are compared in 32 bits: fewer registers in every kernel.
     """
-    t, end, i_h = rows
+    t, end, i_h = place
     o_t, o_d = tl.arange(0, TILES.BT), tl.arange(0, TILES.BD)
     left = tl.minimum(tl.maximum(end - t, 0), TILES.BT).to(tl.int32)
     mask = (o_t < left)[:, None]
@@ -164,31 +164,31 @@ def rows_at(x, rows, i_d, TILES: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x, rows, i_d, TILES: tl.constexpr):
+def load_rows(x, place, i_d, TILES: tl.constexpr):
     """The tile that :func:`rows_at` points to, and 0 where it is masked."""
-    p_x, m_x = rows_at(x, rows, i_d, TILES)
+    p_x, m_x = rows_at(x, place, i_d, TILES)
     return tl.load(p_x, mask=m_x, other=0.0)
 
 
 @triton.jit
-def store_rows(x, b_x, rows, i_d, TILES: tl.constexpr):
+def store_rows(x, b_x, place, i_d, TILES: tl.constexpr):
     """The tile back to where :func:`load_rows` would load it from."""
-    p_x, m_x = rows_at(x, rows, i_d, TILES)
+    p_x, m_x = rows_at(x, place, i_d, TILES)
     tl.store(p_x, b_x, mask=m_x)
 
 
 @triton.jit
-def numbers_at(x, rows, H: tl.constexpr, BT: tl.constexpr):
+def numbers_at(x, place, H: tl.constexpr, BT: tl.constexpr):
     """Pointers to x [tokens, H], one number per token, and mask, [BT]."""
-    t, end, i_h = rows
+    t, end, i_h = place
     o_t = tl.arange(0, BT)
     return x + (t * H + i_h) + o_t * H, t + o_t < end
 
 
 @triton.jit
-def load_numbers(x, rows, H: tl.constexpr, BT: tl.constexpr):
+def load_numbers(x, place, H: tl.constexpr, BT: tl.constexpr):
     """What :func:`numbers_at` points to, and 0 where it is masked."""
-    p_x, m_x = numbers_at(x, rows, H, BT)
+    p_x, m_x = numbers_at(x, place, H, BT)
     return tl.load(p_x, mask=m_x, other=0.0)
 
 
@@ -203,10 +203,10 @@ def sequence_tiles(x, span, TILES: tl.constexpr):
     start, end = span
     if TILES.TMA:
         p_x = x + start.to(tl.int64) * (TILES.H * TILES.D)
-        rows = (end - start).to(tl.int32)
+        length = (end - start).to(tl.int32)
         WIDTH: tl.constexpr = TILES.H * TILES.D
         return tl.make_tensor_descriptor(
-            p_x, [rows, WIDTH], [WIDTH, 1], [TILES.BT, TILES.BD]
+            p_x, [length, WIDTH], [WIDTH, 1], [TILES.BT, TILES.BD]
         )
     else:
         return x

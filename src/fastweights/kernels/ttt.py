@@ -158,7 +158,7 @@ def ttt_fwd_kernel(
     for _ in range(T // C):
         # The next mini-batch's tokens are on their way while this one's
         # products wait for each other.
-        rows, t = (t, t + C, i_h), t + C
+        place, t = (t, t + C, i_h), t + C
         ahead = t, tl.minimum(t + C, end), i_h
         n_k = load_rows(k, ahead, 0, TILES)
         n_q = load_rows(q, ahead, 0, TILES)
@@ -178,9 +178,9 @@ def ttt_fwd_kernel(
         b_z -= tl.dot(b_A, b_X, input_precision=PRECISION)  # [BC, BK]
         b_u, _ = standardise(b_z, K)
         b_o = b_q.to(tl.float32) + b_u * b_w + b_c
-        store_rows(o, b_o, rows, 0, TILES)
+        store_rows(o, b_o, place, 0, TILES)
         if X is not None:
-            store_rows(X, b_X, rows, 0, TILES)
+            store_rows(X, b_X, place, 0, TILES)
 
         b_kT = tl.trans(b_k)  # [BK, BC]
         b_W -= last * tl.dot(b_kT, b_X, input_precision=PRECISION)
@@ -235,13 +235,13 @@ def ttt_bwd_kernel(
     b_dfactors = tl.zeros_like(b_factors)
     for i in range(T // C):
         t = end - (i + 1) * C
-        rows = t, t + C, i_h
-        b_k = load_rows(k, rows, 0, TILES)  # [BC, BK]
-        b_q = load_rows(q, rows, 0, TILES)
-        b_X = load_rows(X, rows, 0, TILES)
-        b_v = load_rows(v, rows, 0, TILES)
-        b_do = load_rows(do, rows, 0, TILES).to(tl.float32)
-        b_r = load_numbers(rate, rows, META.H, META.BC)[:, None]  # [BC, 1]
+        place = t, t + C, i_h
+        b_k = load_rows(k, place, 0, TILES)  # [BC, BK]
+        b_q = load_rows(q, place, 0, TILES)
+        b_X = load_rows(X, place, 0, TILES)
+        b_v = load_rows(v, place, 0, TILES)
+        b_do = load_rows(do, place, 0, TILES).to(tl.float32)
+        b_r = load_numbers(rate, place, META.H, META.BC)[:, None]  # [BC, 1]
         b_kT, b_XT = tl.trans(b_k), tl.trans(b_X)  # [BK, BC]
 
         # The weights with which the mini-batch began.
@@ -268,7 +268,7 @@ def ttt_bwd_kernel(
         b_dq = b_do + tl.dot(b_dz, b_WT, input_precision=PRECISION)
         b_dS = (b_dA * b_m).to(b_k.dtype)
         b_dq += tl.dot(b_dS, b_k, input_precision=PRECISION)
-        store_rows(dq, b_dq, rows, 0, TILES)
+        store_rows(dq, b_dq, place, 0, TILES)
 
         # To X = rate E: from z, and from the step W - last k^T X.
         b_dWd = b_dW.to(b_k.dtype)
@@ -291,7 +291,7 @@ def ttt_bwd_kernel(
         b_e = b_u * b_w + b_c - b_v.to(tl.float32) + b_k.to(tl.float32)
         b_h, b_hu = norm_backward(b_e * b_w, b_u, K)
         b_dr = tl.sum(b_dX * b_h * b_s, axis=1)  # [BC]
-        p_r, m_r = numbers_at(drate, rows, META.H, META.BC)
+        p_r, m_r = numbers_at(drate, place, META.H, META.BC)
         tl.store(p_r, b_dr, mask=m_r)
         b_dX *= b_r * b_s  # to h
         b_ds = mean(b_dX * b_h, K)  # [BC, 1]
@@ -300,14 +300,14 @@ def ttt_bwd_kernel(
         b_dy *= b_w
         b_dw += tl.sum(b_dy * b_u, axis=0)
         b_dc += tl.sum(b_dy, axis=0)
-        store_rows(dv, -b_dy, rows, 0, TILES)
+        store_rows(dv, -b_dy, place, 0, TILES)
         b_du = b_dy * b_w - b_dX * b_hu - b_e * b_w * b_dhu
         b_du, _ = norm_backward(b_du, b_u, K)
         b_du = b_s * (b_du - b_u * b_ds)
         b_db += b_db_z + tl.sum(b_du, axis=0)
         b_du_ = b_du.to(b_k.dtype)
         b_dk += b_dy + tl.dot(b_du_, b_WT, input_precision=PRECISION)
-        store_rows(dk, b_dk, rows, 0, TILES)
+        store_rows(dk, b_dk, place, 0, TILES)
         b_dW += tl.dot(b_kT, b_du_, input_precision=PRECISION)
         b_qT = tl.trans(b_q)  # [BK, BC]
         b_dW += tl.dot(b_qT, b_dz, input_precision=PRECISION)

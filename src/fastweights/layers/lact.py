@@ -144,15 +144,15 @@ class LaCT(Layer):
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         position = token_positions(x.shape[1], x.device, state, cu_seqlens)
         unpacked = UnpackedRows(x, state, cu_seqlens)
-        heads = (self.num_attention_heads, -1)
+        by_head = (self.num_attention_heads, -1)
 
         def rotated(t: Tensor) -> Tensor:
-            return rotary(t.unflatten(-1, heads), position, self.theta)
+            return rotary(t.unflatten(-1, by_head), position, self.theta)
 
         o_window, past = window_attention(
             unpacked.spread(rotated(q)),
             unpacked.spread(rotated(k)),
-            unpacked.spread(v.unflatten(-1, heads)),
+            unpacked.spread(v.unflatten(-1, by_head)),
             self.window,
             state and state.batch_rows("window"),
             unpacked.position,
@@ -194,8 +194,8 @@ class LaCT(Layer):
 
     def unit(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         """x at length 1 per head of the memory: x / (|x| + 1e-5)."""
-        heads = x.unflatten(-1, (self.num_heads, -1))
-        size = heads.square().sum(-1, keepdim=True)
+        x = x.unflatten(-1, (self.num_heads, -1))
+        size = x.square().sum(-1, keepdim=True)
         # The root of 0 has no gradient.
         size = size.where(size > 0, 1.0).sqrt()
-        return (heads / (size + 1e-5)).flatten(2)
+        return (x / (size + 1e-5)).flatten(2)

@@ -203,8 +203,8 @@ def next_tokens(
     check_packed(tokens, cu_seqlens, total=total)
     targets = F.pad(tokens[:, 1:], (0, 1), value=ignore_index)
     if (ranks := current_ranks()) is not None:
-        heads = ranks.gather(F.pad(tokens, (0, max(1 - T, 0)))[:, :1])
-        later = heads[ranks.rank + 1 :], ranks.counts(T)[ranks.rank + 1 :]
+        firsts = ranks.gather(F.pad(tokens, (0, max(1 - T, 0)))[:, :1])
+        later = firsts[ranks.rank + 1 :], ranks.counts(T)[ranks.rank + 1 :]
         following = [x for x, number in zip(*later, strict=True) if number]
         if following and T:
             targets = torch.cat([tokens[:, 1:], following[0]], 1)

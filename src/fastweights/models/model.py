@@ -442,11 +442,11 @@ class LanguageModel(CheckedModule):
         """
         from fastweights.models.streaming import as_prompts, as_stops, stream
 
-        rows = as_prompts(prompts, self.config.vocab_size)
+        prompts = as_prompts(prompts, self.config.vocab_size)
         ends = as_stops(stop, self.config.vocab_size)
         found = stream(
             self,
-            rows,
+            prompts,
             max_new_tokens,
             temperature=temperature,
             top_p=top_p,
@@ -456,7 +456,7 @@ class LanguageModel(CheckedModule):
         )
         steps = list(found)
         if not steps:
-            return [row.new_empty(0) for row in rows]
+            return [prompt.new_empty(0) for prompt in prompts]
         new = torch.stack(steps, 1)
         if not ends:
             return list(new)

@@ -48,13 +48,13 @@ def stream(
             to 16 tokens later.
     """
     V = model.config.vocab_size
-    rows = as_prompts(prompts, V)
+    prompts = as_prompts(prompts, V)
     check_sampling(max_new_tokens, temperature, top_p, generator)
     stop_tokens = as_stops(stop, V)
     # A pass that checks drafts reads beyond the last token.
-    logits, states = prefill(model, rows, max_new_tokens + MAX_STEP_TOKENS)
-    device = logits.device
-    sampling = _sampling_of(len(rows), temperature, top_p, generator, device)
+    logits, states = prefill(model, prompts, max_new_tokens + MAX_STEP_TOKENS)
+    N, device = len(prompts), logits.device
+    sampling = _sampling_of(N, temperature, top_p, generator, device)
     if draft is not None and max_new_tokens:
         from fastweights.models.speculation import (
             Continuation,
@@ -64,8 +64,8 @@ def stream(
         )
 
         continuations = [
-            Continuation(row.tolist(), len(row), max_new_tokens, stop_tokens)
-            for row in rows
+            Continuation(x.tolist(), len(x), max_new_tokens, stop_tokens)
+            for x in prompts
         ]
         propose = make_proposer(draft, model, continuations, sampling)
         reader = Reader(model, states, continuations, sampling)
@@ -124,25 +124,25 @@ def as_prompts(prompts: Prompts, vocab_size: int) -> list[Int[Tensor, " _"]]:
             f"prompts: got {type(prompts).__name__}, need a tensor or a list "
             "of tensors"
         )
-    rows: list[Tensor] = list(prompts)
-    if not rows:
+    prompts = list(prompts)
+    if not prompts:
         raise ValueError("prompts: got none, need one or more")
-    for row in rows:
-        if not isinstance(row, Tensor) or row.dim() != 1 or not len(row):
+    for x in prompts:
+        if not isinstance(x, Tensor) or x.dim() != 1 or not len(x):
             got = (
-                f"shape {list(row.shape)}"
-                if isinstance(row, Tensor)
-                else f"{type(row).__name__}"
+                f"shape {list(x.shape)}"
+                if isinstance(x, Tensor)
+                else f"{type(x).__name__}"
             )
             raise ValueError(
                 f"prompts: got {got}, need tensors of one token or more, "
                 "[T] each"
             )
-        if row.is_floating_point() or row.dtype == torch.bool:
-            raise ValueError(f"prompts: got {row.dtype}, need integers")
-        if is_readable(row):
-            check_ids("prompts", [int(row.min()), int(row.max())], vocab_size)
-    return [row.to(torch.int64) for row in rows]
+        if x.is_floating_point() or x.dtype == torch.bool:
+            raise ValueError(f"prompts: got {x.dtype}, need integers")
+        if is_readable(x):
+            check_ids("prompts", [int(x.min()), int(x.max())], vocab_size)
+    return [x.to(torch.int64) for x in prompts]
 
 
 def as_stops(

@@ -169,8 +169,8 @@ def layer_options(config: ModelConfig, layer_type: str) -> dict[str, Any]:
     options |= replace(config, pattern=(layer_type,)).layer_options(0)
     H = options["num_heads"]
     options["head_dim"] = options["head_dim"] or config.dim // H
-    heads = "num_kv_heads" if layer_type == "softmax" else "num_v_heads"
-    options[heads] = options[heads] or H
+    name = "num_kv_heads" if layer_type == "softmax" else "num_v_heads"
+    options[name] = options[name] or H
     return options
 
 

@@ -147,9 +147,9 @@ def _fake(
     q, _, v, _, beta, erase_key, initial_state, cu_seqlens = operands
     assert initial_state is not None
     saved = backend_module("triton").empty_saved(operands, options, True)
-    rows, K = initial_state.shape[0] if cu_seqlens is None else 1, q.shape[-1]
+    N, K = initial_state.shape[0] if cu_seqlens is None else 1, q.shape[-1]
     width = 1 if beta is None and erase_key is None else K
-    row = rows, v.shape[2], K, width + v.shape[3]
+    row = N, v.shape[2], K, width + v.shape[3]
     ranks = _ranks()
     size = ranks.size if gathers_maps(ranks, options.batch_invariant) else 1
     maps = initial_state.new_empty(size, *row)

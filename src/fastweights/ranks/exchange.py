@@ -94,8 +94,8 @@ class Exchange:
             self.ranks, M, B, matrix, self.batch_invariant, launches.overlap
         )
         if self.ranks.rank > 0:
-            rows = s and (s.incoming, s.receives)
-            self.add_entering(state, entering, rows, launches)
+            pack_row = s and (s.incoming, s.receives)
+            self.add_entering(state, entering, pack_row, launches)
 
     def backward(
         self, passing: StatePassing, launches: ExchangeLaunches
@@ -120,19 +120,19 @@ class Exchange:
             self.ranks, M, D, dlast, self.batch_invariant, launches.overlap
         )
         if state is not None:
-            rows = s and (s.outgoing, s.sends)
-            self.add_entering(state, entering, rows, launches)
+            pack_row = s and (s.outgoing, s.sends)
+            self.add_entering(state, entering, pack_row, launches)
 
     @staticmethod
     def add_entering(
         state: Tensor,
         entering: Tensor,
-        rows: tuple[Tensor, Tensor] | None,
+        pack_row: tuple[Tensor, Tensor] | None,
         launches: ExchangeLaunches,
     ) -> None:
         """Add what other ranks sent to what enters, in a pack to one row."""
-        if rows:
-            row, passes = rows
+        if pack_row:
+            row, passes = pack_row
             state = where_rows(passes, state.to(entering.dtype), 0)
             arriving = torch.zeros_like(entering).index_copy_(0, row, state)
             entering += arriving

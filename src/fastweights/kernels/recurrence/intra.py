@@ -62,7 +62,7 @@ def add_scores_by_level(sums, keys, b_high, b_low, mark, META: tl.constexpr):
 
 
 @triton.jit
-def invert_and_store(b_Aqk, b_Aek, b_beta, scores, rows, META: tl.constexpr):
+def invert_and_store(b_Aqk, b_Aek, b_beta, scores, place, META: tl.constexpr):
     """Store Aqk, and for the delta rule R, from scores that have their decays.
 
     Returns a bound on the tokens' steps beta |k|^2; 0 with a key that erases.
@@ -73,7 +73,7 @@ def invert_and_store(b_Aqk, b_Aek, b_beta, scores, rows, META: tl.constexpr):
     b_lag = tile.token_lag(BT)
     if scores.Aqk is not None:
         b_Aqk = tl.where(b_lag >= 0, b_Aqk, 0.0)  # [BT, BT]
-        tile.store_rows(scores.Aqk, b_Aqk, rows, 0, SCORES)
+        tile.store_rows(scores.Aqk, b_Aqk, place, 0, SCORES)
     step_bound = 0.0
     if scores.R is not None:
         b_Aek = tl.where(b_lag >= 0, b_Aek, 0.0)  # [BT, BT]
@@ -86,7 +86,7 @@ def invert_and_store(b_Aqk, b_Aek, b_beta, scores, rows, META: tl.constexpr):
             )
             mild = (step_bound < 2.05) & (largest < 1e3)
             b_R = inverse.bounded_inverse(b_Aek, b_beta, mild, PRECISION)
-        tile.store_rows(scores.R, b_R, rows, 0, SCORES)
+        tile.store_rows(scores.R, b_R, place, 0, SCORES)
     return step_bound
 
 
@@ -136,16 +136,17 @@ def intra_fwd_kernel(
         if PER_CHANNEL and not AGAIN:
             tl.store(marks + i_ch, 0)
         return
-    rows, rows_of_key = (t, end, i_hv), (t, end, i_hv // (HV // META.QK_HEADS))
+    place = t, end, i_hv
+    place_of_key = t, end, i_hv // (HV // META.QK_HEADS)
     b_lag = tile.token_lag(BT)
     b_beta = None
     if inputs.beta is not None:
-        b_beta = tile.load_numbers(inputs.beta, rows, HV, BT)  # [BT]
+        b_beta = tile.load_numbers(inputs.beta, place, HV, BT)  # [BT]
         b_beta = b_beta.to(tl.float32)
         if not PER_HEAD:  # else with the gate's rows
             tl.store(tile.slot_row(decays.row_beta, i_ch, BT), b_beta)
     if PER_HEAD:
-        b_g = tile.load_numbers(inputs.g, rows, HV, BT)  # [BT]
+        b_g = tile.load_numbers(inputs.g, place, HV, BT)  # [BT]
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
     b_Aek = tl.zeros([BT, BT], dtype=tl.float32)
     if HAS_ERASE_KEY and PER_HEAD:
@@ -154,9 +155,9 @@ def intra_fwd_kernel(
     marked, mark = False, 1 + gates.num_levels(BT)
     NK: tl.constexpr = META.NK if PER_CHANNEL or DELTA else 0
     for i_k in range(NK):
-        b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
+        b_k = tile.load_rows(inputs.k, place_of_key, i_k, KEYS)  # [BT, BK]
         if HAS_ERASE_KEY:
-            b_e = tile.load_rows(inputs.e, rows, i_k, HV_KEYS)
+            b_e = tile.load_rows(inputs.e, place, i_k, HV_KEYS)
             if PER_HEAD:
                 b_ee += tl.sum(b_e.to(tl.float32) * b_e, axis=1)
                 b_kk += tl.sum(b_k.to(tl.float32) * b_k, axis=1)
@@ -166,8 +167,8 @@ def intra_fwd_kernel(
             b_kT = tl.trans(b_k)  # [BK, BT]
             b_Aek = tl.dot(b_e, b_kT, b_Aek, input_precision=PRECISION)
         else:
-            b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)
-            b_g = tile.load_rows(inputs.g, rows, i_k, HV_KEYS)  # [BT, BK]
+            b_q = tile.load_rows(inputs.q, place_of_key, i_k, KEYS)
+            b_g = tile.load_rows(inputs.g, place, i_k, HV_KEYS)  # [BT, BK]
             b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
             b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
             o_k = i_k * META.BK + tl.arange(0, META.BK)
@@ -181,17 +182,17 @@ def intra_fwd_kernel(
             b_outer = tl.where(m_factorable, 0.5 * b_total, 0.0)[None, :]
             b_G = gates.sum_gates(b_lag < 0, b_high, b_low, EXACT)  # G_C - G
             b_k_out = (b_k * tl.exp2(b_G - b_outer)).to(dtype)  # [BT, BK]
-            tile.store_rows(qk.k_out, b_k_out, rows, i_k, HV_KEYS)
+            tile.store_rows(qk.k_out, b_k_out, place, i_k, HV_KEYS)
             b_G = gates.sum_gates(b_lag >= 0, b_high, b_low, EXACT)
             b_row = tl.exp2(b_G - b_outer)
             b_q_in = (b_q * b_row).to(dtype)  # [BT, BK]
-            tile.store_rows(qk.q_in, b_q_in, rows, i_k, HV_KEYS)
+            tile.store_rows(qk.q_in, b_q_in, place, i_k, HV_KEYS)
             b_kT = tl.trans(b_k_out)  # [BK, BT]
             if not AGAIN:
                 b_Aqk = tl.dot(b_q_in, b_kT, b_Aqk, input_precision=PRECISION)
             if DELTA:
                 b_e_in = (b_e * b_row).to(dtype)  # [BT, BK]
-                tile.store_rows(qk.e_in, b_e_in, rows, i_k, HV_KEYS)
+                tile.store_rows(qk.e_in, b_e_in, place, i_k, HV_KEYS)
                 if not AGAIN:
                     b_Aek = tl.dot(
                         b_e_in, b_kT, b_Aek, input_precision=PRECISION
@@ -230,7 +231,7 @@ def intra_fwd_kernel(
             else:
                 b_G = tl.load(tile.slot_row(decays.G, i_ch, BT))  # [BT]
                 b_Aek *= gates.decay_matrix(b_G)
-    step_bound = invert_and_store(b_Aqk, b_Aek, b_beta, scores, rows, META)
+    step_bound = invert_and_store(b_Aqk, b_Aek, b_beta, scores, place, META)
     if PER_HEAD and DELTA:
         if HAS_ERASE_KEY:
             # Of each I - k e^T the largest singular value, at least 1.
@@ -259,21 +260,22 @@ def intra_unfactorable_kernel(
     if mark == 0:
         return
     t, end = tile.chunk_span(i_c, call.cu_seqlens, call.N, call.T, BT)
-    rows, rows_of_key = (t, end, i_hv), (t, end, i_hv // (HV // META.QK_HEADS))
+    place = t, end, i_hv
+    place_of_key = t, end, i_hv // (HV // META.QK_HEADS)
     b_beta = None
     if decays.row_beta is not None:
         b_beta = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))  # [BT]
     zeros = tl.zeros([BT, BT], dtype=tl.float32)
     sums = zeros, zeros
     for i_k in range(META.NK):
-        b_g = tile.load_rows(inputs.g, rows, i_k, HV_KEYS)  # [BT, BK]
-        b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)  # [BT, BK]
-        b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
+        b_g = tile.load_rows(inputs.g, place, i_k, HV_KEYS)  # [BT, BK]
+        b_q = tile.load_rows(inputs.q, place_of_key, i_k, KEYS)  # [BT, BK]
+        b_k = tile.load_rows(inputs.k, place_of_key, i_k, KEYS)  # [BT, BK]
         b_e = b_k
         if META.HAS_ERASE_KEY:
-            b_e = tile.load_rows(inputs.e, rows, i_k, HV_KEYS)  # [BT, BK]
+            b_e = tile.load_rows(inputs.e, place, i_k, HV_KEYS)  # [BT, BK]
         b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
         keys = b_q, b_k, b_e
         sums = add_scores_by_level(sums, keys, b_high, b_low, mark, META)
     b_Aqk, b_Aek = sums
-    invert_and_store(b_Aqk, b_Aek, b_beta, scores, rows, META)
+    invert_and_store(b_Aqk, b_Aek, b_beta, scores, place, META)

@@ -19,7 +19,7 @@ def is_marked(marks, i_c, i_h, META: tl.constexpr):
 
 
 @triton.jit
-def sum_over_values(grad_inputs, rows, i_ch, i_k, META: tl.constexpr):
+def sum_over_values(grad_inputs, place, i_ch, i_k, META: tl.constexpr):
     """The sums over values, before any decay, scale, beta and mask.
 
     Returns the scores' dAqk and -dAek, [BT, BT]; what passes through the
@@ -45,15 +45,15 @@ def sum_over_values(grad_inputs, rows, i_ch, i_k, META: tl.constexpr):
         o_h, m_h = tile.tile_at(i_ch, i_k, 0, i_v, META.K, 1, META.V, BK, BV)
         b_h = tl.load(grad_inputs.h + o_h, mask=m_h, other=0.0)  # [BK, BV]
         b_dh = tl.load(grad_inputs.dh + o_h, mask=m_h, other=0.0)  # [BK, BV]
-        b_u = tile.load_rows(grad_inputs.u, rows, i_v, VALUES)  # [BT, BV]
-        b_do = tile.load_rows(grad_inputs.do, rows, i_v, VALUES)  # [BT, BV]
+        b_u = tile.load_rows(grad_inputs.u, place, i_v, VALUES)  # [BT, BV]
+        b_do = tile.load_rows(grad_inputs.do, place, i_v, VALUES)  # [BT, BV]
         b_uT, b_hT, b_dhT = tl.trans(b_u), tl.trans(b_h), tl.trans(b_dh)
         b_dAqk = tl.dot(b_do, b_uT, b_dAqk, input_precision=PRECISION)
         b_dq_hv = tl.dot(b_do, b_hT, b_dq_hv, input_precision=PRECISION)
         b_dk_hv = tl.dot(b_u, b_dhT, b_dk_hv, input_precision=PRECISION)
         if META.DELTA:
             b_dv = tile.load_rows(
-                grad_inputs.dv, rows, i_v, VALUES
+                grad_inputs.dv, place, i_v, VALUES
             )  # [BT, BV]
             b_dAek = tl.dot(b_dv, b_uT, b_dAek, input_precision=PRECISION)
             b_de = tl.dot(b_dv, b_hT, b_de, input_precision=PRECISION)
@@ -68,7 +68,7 @@ def sum_over_values(grad_inputs, rows, i_ch, i_k, META: tl.constexpr):
 
 
 @triton.jit
-def store_dbeta(dbeta, b_dAek, b_beta, rows, i_k, META: tl.constexpr):
+def store_dbeta(dbeta, b_dAek, b_beta, place, i_k, META: tl.constexpr):
     """Store dbeta, from the diagonal of -dAek: sums of dv times the errors.
 
     dv has beta as a factor (the scan sees to it that it is not 0). Every key
@@ -79,7 +79,7 @@ def store_dbeta(dbeta, b_dAek, b_beta, rows, i_k, META: tl.constexpr):
         m_diag = tile.token_lag(META.BT) == 0
         b_diag = tl.where(m_diag, b_dAek, 0.0)  # [BT, BT]
         b_dbeta = tl.sum(b_diag, axis=1) / tile.nonzero(b_beta)  # [BT]
-        tile.store_rows(dbeta, b_dbeta[:, None], rows, 0, NUMBERS)
+        tile.store_rows(dbeta, b_dbeta[:, None], place, 0, NUMBERS)
 
 
 @triton.jit
@@ -135,9 +135,9 @@ def intra_bwd_kernel(
     for i_g in range(NG):
         i_hv = i_h * NG + i_g
         i_ch = i_c.to(tl.int64) * HV + i_hv
-        rows = (t, end, i_hv)
+        place = (t, end, i_hv)
         b_dAqk, b_dAek, b_dq_hv, b_dk_hv, b_de, b_dtotal = sum_over_values(
-            grad_inputs, rows, i_ch, i_k, META
+            grad_inputs, place, i_ch, i_k, META
         )
 
         # Through the scores: the diagonal, which no gate is in, by itself.
@@ -145,7 +145,7 @@ def intra_bwd_kernel(
         if decays.row_beta is not None:
             b_weight = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))
             if grads.dbeta is not None:
-                store_dbeta(grads.dbeta, b_dAek, b_weight, rows, i_k, META)
+                store_dbeta(grads.dbeta, b_dAek, b_weight, place, i_k, META)
         if GATED:
             b_diag = tl.where(b_lag == 0, b_dAqk, 0.0)  # [BT, BT]
             b_diag = (call.scale * b_weight * tl.sum(b_diag, axis=1))[:, None]
@@ -173,7 +173,7 @@ def intra_bwd_kernel(
 
         # The states' decays, and who reads them: of a gate per channel, q and
         # k of the value head.
-        rows_of_qk = rows if PER_CHANNEL else (t, end, i_h)
+        place_of_qk = place if PER_CHANNEL else (t, end, i_h)
         b_write = b_weight[:, None]
         if PER_HEAD:
             b_decay = (b_outer * b_row_in)[:, None]  # [BT, 1]
@@ -188,8 +188,8 @@ def intra_bwd_kernel(
             b_dk_hv *= b_decay
         if decays.row_beta is not None or PER_HEAD:
             b_dk_hv *= b_write
-        b_q = tile.load_rows(qk.q_in, rows_of_qk, i_k, QK_TILES)  # [BT, BK]
-        b_k = tile.load_rows(qk.k_out, rows_of_qk, i_k, QK_TILES)  # [BT, BK]
+        b_q = tile.load_rows(qk.q_in, place_of_qk, i_k, QK_TILES)  # [BT, BK]
+        b_k = tile.load_rows(qk.k_out, place_of_qk, i_k, QK_TILES)  # [BT, BK]
         b_dq_hv *= (call.scale * b_decay) if GATED else call.scale
         # b_dq_hv last: Triton lays the sums over b_pairs out as what the last
         # product leads to, and b_dkT is transposed.
@@ -198,7 +198,7 @@ def intra_bwd_kernel(
         if DELTA:
             b_e_in = b_k
             if PER_CHANNEL or HAS_ERASE_KEY:
-                b_e_in = tile.load_rows(qk.e_in, rows, i_k, HV_KEYS)
+                b_e_in = tile.load_rows(qk.e_in, place, i_k, HV_KEYS)
             b_e_inT = tl.trans(b_e_in)  # [BK, BT]
             b_dkT = tl.dot(b_e_inT, b_dAek, b_dkT, input_precision=PRECISION)
             b_de *= -b_decay if GATED else -1.0
@@ -230,9 +230,9 @@ def intra_bwd_kernel(
         elif PER_CHANNEL:
             b_dg = gates.sum_rows(b_lag <= 0, b_pairs, SPLIT)  # [BT, BK]
             b_dg += gates.sum_rows(b_lag > 0, b_w, SPLIT) + b_dtotal[None, :]
-            tile.store_rows(grads.dg, b_dg, rows, i_k, HV_KEYS)
+            tile.store_rows(grads.dg, b_dg, place, i_k, HV_KEYS)
 
-            b_g = tile.load_rows(g, rows, i_k, HV_KEYS)  # [BT, BK]
+            b_g = tile.load_rows(g, place, i_k, HV_KEYS)  # [BT, BK]
             b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
             b_G = gates.sum_gates(b_lag < 0, b_high, b_low, EXACT)  # G_C - G
             # Loaded again, or it would take registers all the way here.
@@ -245,7 +245,7 @@ def intra_bwd_kernel(
         b_dq += b_dq_hv
         b_dk += b_dk_hv + b_dk_scores
         if HAS_ERASE_KEY:
-            tile.store_rows(grads.de, b_de, rows, i_k, HV_KEYS)
+            tile.store_rows(grads.de, b_de, place, i_k, HV_KEYS)
         elif DELTA:
             b_dk += b_de
 
@@ -356,20 +356,20 @@ def intra_bwd_unfactorable_kernel(
         return
     t, end = tile.chunk_span(i_c, call.cu_seqlens, call.N, call.T, BT)
     b_lag = tile.token_lag(BT)
-    rows_of_key = (t, end, i_h)
+    place_of_key = (t, end, i_h)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
     for i_g in range(NG):
         i_hv = i_h * NG + i_g
         i_ch = i_c.to(tl.int64) * HV + i_hv
-        rows = (t, end, i_hv)
+        place = (t, end, i_hv)
         # All loads first: none goes ahead of a barrier by itself.
-        b_g = tile.load_rows(inputs.g, rows, i_k, HV_KEYS)  # [BT, BK]
-        b_k = tile.load_rows(inputs.k, rows_of_key, i_k, KEYS)  # [BT, BK]
-        b_q = tile.load_rows(inputs.q, rows_of_key, i_k, KEYS)  # [BT, BK]
+        b_g = tile.load_rows(inputs.g, place, i_k, HV_KEYS)  # [BT, BK]
+        b_k = tile.load_rows(inputs.k, place_of_key, i_k, KEYS)  # [BT, BK]
+        b_q = tile.load_rows(inputs.q, place_of_key, i_k, KEYS)  # [BT, BK]
         b_e = b_k
         if HAS_ERASE_KEY:
-            b_e = tile.load_rows(inputs.e, rows, i_k, HV_KEYS)  # [BT, BK]
+            b_e = tile.load_rows(inputs.e, place, i_k, HV_KEYS)  # [BT, BK]
         o_k = i_k * BK + tl.arange(0, BK)
         p_total = decays.total + i_ch * META.K + o_k
         b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)  # [BK]
@@ -377,7 +377,7 @@ def intra_bwd_unfactorable_kernel(
         if decays.row_beta is not None:
             b_beta = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))  # [BT]
         b_dAqk, b_dAek, b_dq_hv, b_dk_hv, b_de, b_dtotal = sum_over_values(
-            grad_inputs, rows, i_ch, i_k, META
+            grad_inputs, place, i_ch, i_k, META
         )
         b_dAqk = tile.by_columns(b_dAqk, True)
         b_dAek = tile.by_columns(b_dAek, True)
@@ -388,7 +388,7 @@ def intra_bwd_unfactorable_kernel(
             b_dAek = tl.fma(b_dAek, -1.0, -0.0)  # see intra_bwd_kernel
         elif DELTA:
             if grads.dbeta is not None:
-                store_dbeta(grads.dbeta, b_dAek, b_beta, rows, i_k, META)
+                store_dbeta(grads.dbeta, b_dAek, b_beta, place, i_k, META)
             b_dAqk *= b_beta[None, :]
             b_dAek *= -b_beta[None, :]
             b_dk_hv *= b_beta[:, None]
@@ -430,9 +430,9 @@ def intra_bwd_unfactorable_kernel(
         b_dq += b_dq_hv
         b_dk += b_dk_hv
         if HAS_ERASE_KEY:
-            tile.store_rows(grads.de, b_de, rows, i_k, HV_KEYS)
+            tile.store_rows(grads.de, b_de, place, i_k, HV_KEYS)
         b_dg += gates.sum_rows(b_lag <= 0, b_pairs, SPLIT, True)
-        tile.store_rows(grads.dg, b_dg, rows, i_k, HV_KEYS)
+        tile.store_rows(grads.dg, b_dg, place, i_k, HV_KEYS)
 
-    tile.store_rows(grads.dq, b_dq, rows_of_key, i_k, KEYS)
-    tile.store_rows(grads.dk, b_dk, rows_of_key, i_k, KEYS)
+    tile.store_rows(grads.dq, b_dq, place_of_key, i_k, KEYS)
+    tile.store_rows(grads.dk, b_dk, place_of_key, i_k, KEYS)

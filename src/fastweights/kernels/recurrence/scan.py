@@ -197,9 +197,9 @@ def store_leaving_state(
         if META.DELTA:
             # A program of B stores no rows.
             row = i_b.to(tl.int64) * K
-            rows = (row, row + tl.where(chunks.feeds_compose & is_M, K, 0), 0)
+            place = (row, row + tl.where(chunks.feeds_compose & is_M, K, 0), 0)
             MAPS: tl.constexpr = META.map_tiles
-            tile.store_rows(states.maps, b_S, rows, i_v - META.NV, MAPS)
+            tile.store_rows(states.maps, b_S, place, i_v - META.NV, MAPS)
         elif META.GATED:
             o_k = tl.arange(0, META.BK)[:, None]
             if META.PER_HEAD:
@@ -290,7 +290,7 @@ def scan_fwd_kernel(
     #     v is 0; else M is b_decay, where there is a gate
     for i_t in range(chunks.from_chunk, chunks.stop_chunk):
         c = i_t * BT
-        rows = (chunks.start + c, chunks.end, i_hv)
+        place = (chunks.start + c, chunks.end, i_hv)
         c_v = c
         if MAP:  # programs of M read v past the end: zeros
             c_v = tl.where(is_M, (chunks.end - chunks.start).to(tl.int32), c)
@@ -338,7 +338,7 @@ def scan_fwd_kernel(
                 b_R, b_step, b_r, PRECISION, BY_COLUMNS
             )  # r + R beta r
             if KEEPS:
-                tile.store_rows(outputs.u, b_u, rows, i_v, VALUES)
+                tile.store_rows(outputs.u, b_u, place, i_v, VALUES)
             b_v_new = b_u if HAS_ERASE_KEY else b_u * b_beta
 
         if PER_HEAD:
@@ -381,7 +381,7 @@ def scan_fwd_kernel(
             b_o = tile.by_columns(b_o, BY_COLUMNS)
             # o = scale (q S + Aqk v_new) [BT, BV]
             b_o = b_scale * tl.dot(b_A, b_new, b_o, input_precision=PRECISION)
-            tile.store_rows(outputs.o, b_o, rows, i_v, VALUES)
+            tile.store_rows(outputs.o, b_o, place, i_v, VALUES)
         if GATED:  # from where the chunk is seen to its exit
             b_S *= b_outer
 
@@ -548,7 +548,7 @@ def scan_bwd_kernel(
     for i in range(chunks.stop_chunk - chunks.first_chunk):
         i_t = chunks.stop_chunk - 1 - i
         c = i_t * BT
-        rows = (chunks.start + c, chunks.end, i_hv)
+        place = (chunks.start + c, chunks.end, i_hv)
         i_ch = (chunks.first_slot + i_t) * HV + i_hv
         b_dS_out = b_dS.to(output_grads.do.dtype.element_ty)  # [BK, BV]
         if not MAP:
@@ -604,10 +604,10 @@ def scan_bwd_kernel(
             b_y = tile.dot(tl.trans(b_R), b_step, b_w, PRECISION, BY_COLUMNS)
             if SUMS_DBETA:
                 b_dbeta = tl.sum(b_u * b_y, axis=1)[:, None]  # [BT, 1]
-                tile.store_rows(grads.dbeta, b_dbeta, rows, i_v, PARTS)
+                tile.store_rows(grads.dbeta, b_dbeta, place, i_v, PARTS)
             b_dv = b_y if HAS_ERASE_KEY else b_y * tile.nonzero(b_beta)
         if not MAP:
-            tile.store_rows(grads.dv, b_dv, rows, i_v, VALUES)
+            tile.store_rows(grads.dv, b_dv, place, i_v, VALUES)
 
         if PER_HEAD:
             b_dS *= b_outer * b_inner

@@ -114,8 +114,8 @@ class RecurrenceMeta:
     @property
     def erase_key_tiles(self) -> Tiles:
         """How the keys are cut by which the delta rule erases."""
-        heads = self.HV if self.HAS_ERASE_KEY else self.QK_HEADS
-        return Tiles(heads, self.K, self.BT, self.BK, self.TMA)
+        H = self.HV if self.HAS_ERASE_KEY else self.QK_HEADS
+        return Tiles(H, self.K, self.BT, self.BK, self.TMA)
 
     @property
     def hv_key_tiles(self) -> Tiles:
@@ -346,12 +346,12 @@ def lengths_of(
     ``batch_invariant``: in segments of BATCH_INVARIANT_SEGMENT tokens.
     """
     C, chunks = kind.chunk_size, -(-T // kind.chunk_size)
-    rows = 1 if packed else B
+    entries = 1 if packed else B
     L = BATCH_INVARIANT_SEGMENT // C
     if not batch_invariant:
-        L = segment_chunks(kind, rows, chunks)
-    segments = rows * -(-chunks // L)
-    borders = rows * (T // (L * C))
+        L = segment_chunks(kind, entries, chunks)
+    segments = entries * -(-chunks // L)
+    borders = entries * (T // (L * C))
     if kind.on_ranks:
         borders = segments + packed
     segments += N if packed else 0
@@ -367,24 +367,26 @@ def lengths_of(
     )
 
 
-def segment_chunks(kind: CallKind, rows: IntLike, chunks: IntLike) -> IntLike:
-    """Chunks per segment, for ``rows`` rows of ``chunks`` chunks each.
+def segment_chunks(
+    kind: CallKind, entries: IntLike, chunks: IntLike
+) -> IntLike:
+    """Chunks per segment, for so many batch entries of ``chunks`` chunks.
 
     There are so many segments that two programs of ``scan_value_columns``, or
     one of twice those, run on every multiprocessor, as long as a segment has
     MIN_SEGMENT_CHUNKS. The delta rule's maps, which the first segment does not
     need, have to be found in one round, or in two where their programs are
-    large (maps_at_once). Packed sequences are one row: only the device knows
-    how long each of them is. A row's last segment is shorter: no state that
+    large (maps_at_once). A pack is one entry: only the device knows how long
+    each of its sequences is. An entry's last segment is shorter: no state that
     leaves it has to be composed.
     """
-    BV, ints = scan_value_columns(kind), type(rows) is type(chunks) is int
+    BV, ints = scan_value_columns(kind), type(entries) is type(chunks) is int
     # Those of symbols take a microsecond each.
     smaller, larger = (min, max) if ints else (torch.sym_min, torch.sym_max)
-    programs = rows * kind.HV * -(-kind.V // BV)
+    programs = entries * kind.HV * -(-kind.V // BV)
     number = 2 * kind.gpu.multiprocessors // programs
     if kind.delta:
-        maps = rows * kind.HV * -(-kind.K // BV)
+        maps = entries * kind.HV * -(-kind.K // BV)
         at_once = maps_at_once(kind) // (programs + maps)
         number = smaller(number, 1 + at_once)
     number = larger(smaller(number, chunks // MIN_SEGMENT_CHUNKS), 1)
