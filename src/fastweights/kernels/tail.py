@@ -36,9 +36,10 @@ def clear_tail_kernel(tensors, cu_seqlens, N, T, WIDTHS: tl.constexpr):
 
 
 def clear_tail(cu_seqlens: Tensor | None, *tensors: Tensor | None) -> None:
-    """Clear the tail of each of the tensors, of a pack's T rows; None of none.
+    """Clear the tail of a pack, in each of the tensors that are there.
 
     Each is contiguous, [1, T, ...], and on the device of ``cu_seqlens``.
+    Without those there is no pack, and nothing to clear.
     """
     present = tuple(x for x in tensors if x is not None and x.numel())
     if cu_seqlens is None or not present:

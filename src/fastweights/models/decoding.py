@@ -1,4 +1,4 @@
-"""What one more token of every row is: a step, drawn from its logits."""
+"""One more token for every row: a step, and a draw from its logits."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ from fastweights.ranks.group import current_ranks, token_offset
 Head = Float[Tensor, "V D"]
 
 MIN_ROWS = 256
-"""Rows that go through the head at once, at least: or as many as it has
-columns, since then to add its gradient up takes no longer than to find it."""
+"""The fewest rows that go through the head at once. If it has more columns, as
+many as those: to add its gradient up then takes no longer than to find it."""
 MAX_LOGITS = 2**25
 """Probabilities that are in fp32 at once."""
 
@@ -105,7 +105,7 @@ def losses_of_logits(
     ignore_index: int = -100,
     reduction: Literal["mean", "none"] = "mean",
 ) -> Float[Tensor, "*rows"] | Float[Tensor, ""]:
-    """The mean of :func:`cross_entropy`, or each row's, of all logits.
+    """The mean of :func:`cross_entropy`, or each row's loss, from logits.
 
     It has gradients of any order, and works under torch.func.
     """
@@ -167,7 +167,7 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> None:
 
 
 def _num_targets(targets: Tensor, ignored: int) -> Tensor:
-    """Rows with a target, 1 if there are none; of ranks the mean number."""
+    """Rows with a target, counted as 1 if none; on ranks the mean number."""
     count = (targets != ignored).sum()
     if (ranks := current_ranks()) is None:
         return count.clamp(min=1)

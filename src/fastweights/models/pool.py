@@ -21,7 +21,7 @@ Integers = Sequence[int] | Int[Tensor, " B"]
 
 
 class StatePool:
-    """The states of up to ``size`` sequences, one row of each tensor per row.
+    """The states of up to ``size`` sequences, one row of each tensor for each.
 
         pool = StatePool(model, size=64, capacity=4096)
         row = pool.acquire()                         # a request comes
@@ -227,8 +227,8 @@ class StatePool:
     ) -> Iterator[list[LayerState]]:
         """Count the rows' tokens at the end of the block.
 
-        Anew where it had more of them than was said, so that some row has
-        read more than ``most``.
+        If it read more tokens than was said, so that some row has read more
+        than ``most``, the layers are asked for all numbers.
         """
         yield states
         self.add_tokens_read(count_of, count_of.values())

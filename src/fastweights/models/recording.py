@@ -21,7 +21,7 @@ from fastweights.layers import LayerState
 from fastweights.models.model import LanguageModel, LayerStates
 
 SPARE_TOKENS = 256
-"""Tokens more than are there that a recording of attention has room for."""
+"""For how many tokens more than there are a recording has room."""
 
 
 class Recording:
@@ -32,8 +32,8 @@ class Recording:
 
     Args:
         tokens_per_row: that a step reads.
-        graph_pool: a handle of what other recordings use too, of which no two
-            run at a time; None: it has its own.
+        graph_pool: a handle of memory that other recordings use too, of which
+            no two run at a time; None: it has its own.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ def _recording_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _with_room(state: LayerState, room: int) -> LayerState:
-    """The same memory, of keys and values the first ``room`` tokens'."""
+    """The same memory, of keys and values the first ``room`` tokens."""
     if state.keys is None or state.values is None:
         return replace(state)
     keys, values = state.keys[:, :room], state.values[:, :room]

@@ -37,13 +37,13 @@ from fastweights.models.sampling import Sampling, draw_tokens
 from fastweights.models.streaming import Draft, check_ids
 
 PASS_SIZES = (1, 8, 12, 16)
-"""Tokens of each row that a pass reads: the fewest that are enough, for each
-costs time, and each size a recording. Those behind a row's drafts are none."""
+"""Tokens that a pass may read of each row. It reads the fewest that are
+enough: each costs time, each size a recording. What fills a row up is none."""
 
 PASS_TOKENS = PASS_SIZES[-1]
 
 MAX_DRAFTS = (PASS_TOKENS - 1) // 2
-"""Drafts of a row at most: if all are right, one pass has room for them, for
+"""The most drafts of a row: if all are right, one pass has room for them, for
 the draw behind them, and for as many drafts again."""
 
 Text = list[int]

@@ -19,7 +19,7 @@ STEPS_PER_CHECK = 16
 """Tokens after which a GPU is asked whether to go on."""
 
 Draft = Literal["lookup"] | Callable[[list[int]], Iterable[int]]
-"""Or a LanguageModel, whose own draws are the drafts."""
+"""Or it is a LanguageModel, whose own draws are the drafts."""
 
 Prompts = Int[Tensor, " T"] | Int[Tensor, "N T"] | Sequence[Int[Tensor, " _"]]
 
@@ -98,7 +98,7 @@ def _sampling_of(
     generator: torch.Generator | None,
     device: torch.device,
 ) -> Sampling:
-    """The Sampling of rows alike, but for seeds that the generator draws."""
+    """The Sampling of rows that differ only in seeds, which are drawn."""
     seed = torch.empty(N, dtype=torch.int64, device=device)
     if temperature > 0:
         seed_device = device if generator is None else generator.device

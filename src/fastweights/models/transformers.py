@@ -157,7 +157,7 @@ def pairs(
 ) -> Iterator[tuple[Tensor, list[Tensor], bool]]:
     """Each parameter here, and views of what it is made of there.
 
-    Beside them whether these are 1 less.
+    The third is whether the numbers there are 1 less.
 
     Raises:
         ValueError: there is a tensor too few or too many.

@@ -76,11 +76,11 @@ def decode_step(
 ) -> Float[Tensor, "B T HV V"]:
     """:func:`linear_recurrence` for 1 to 16 new tokens of each sequence.
 
-    What continues a member that was called without a scale; with one, pass
-    the same. phi is its feature map, if it has one; logits are fp32;
-    retnet_decay is what retention takes unless it is given a g, with
-    dtype=torch.float64 if q is that. g, beta and erase_key go by name: members
-    differ in which of them they have. beta_ is beta[..., None], and g_
+    The table says what continues each member. It takes the scale that the
+    member was given, if any. phi is the member's feature map; logits are fp32;
+    retnet_decay is what retention takes without a g, and has
+    dtype=torch.float64 if q has. g, beta and erase_key go by name, since
+    members differ in which of them they have. beta_ is beta[..., None], and g_
     likewise.
 
         linear_attention  phi(q), phi(k), v
@@ -196,7 +196,7 @@ def _check(
 
 
 def narrow_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:
-    """Other dtypes that the state of q may have."""
+    """Dtypes other than fp32 that a state may have for this q."""
     fp64 = isinstance(q, Tensor) and q.dtype == torch.float64
     return () if fp64 else NARROW_STATE_DTYPES
 
@@ -235,9 +235,10 @@ def _refuse_gradients(operands: RecurrenceOperands) -> None:
 
 
 def _overlaps(x: Tensor) -> bool:
-    """Whether elements share memory, or it takes more to say that none do.
+    """Whether some elements of x share memory, as far as strides tell.
 
-    None do if each stride steps over all that smaller ones reach.
+    None do if each stride steps over all that smaller ones reach; else it
+    counts as if some did.
     """
     shape = zip(x.shape, x.stride(), strict=True)
     dims = [(size, stride) for size, stride in shape if size > 1]

@@ -262,7 +262,7 @@ def retention(
 ) -> tuple[Values, HeadStates]:
     """S_t = e^g S_{t-1} + k_t v_t^T, one fixed g per head (Sun et al. 2023).
 
-    None for g takes RetNet's own, :func:`retnet_decay`, in fp64 if q is.
+    Without g it takes RetNet's own, :func:`retnet_decay`, in fp64 if q is.
     Lightning Attention is this with :func:`lightning_decay`.
     """
     if g is None:
@@ -411,7 +411,7 @@ def gated_deltanet2(
     """S_t = (I - k_t (b_t k_t)^T) Diag(e^{g_t}) S_{t-1} + k_t (w_t v_t)^T.
 
     Gated DeltaNet-2 (Hatamizadeh et al. 2026): KDA with a strength per
-    channel, to which it is equal where all are beta. What may grow then,
+    channel; where all of them are beta it is KDA. What may grow otherwise,
     :func:`fastweights.linear_recurrence` tells.
 
     Args:

@@ -217,7 +217,7 @@ def _mlstm_over_ranks(
 
 
 def round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in fp64, no smaller, as a number of this dtype."""
+    """x, in fp64, rounded up to a number of this dtype."""
     nearest = x.to(dtype)
     above = torch.nextafter(nearest, torch.full_like(nearest, torch.inf))
     return torch.where(nearest.double() < x, above, nearest).double()
@@ -234,8 +234,8 @@ def gates_in_units(
 ) -> tuple[PerHead, Tensor, Tensor, Stabilizer]:
     """The gates of a state in units of e^m: log decays and weights.
 
-    Beside them 1 in these units, the floor of the normaliser, and the last m.
-    ``empty_decay`` is the log decay of a state that is empty.
+    Then 1 in these units, which is the floor of the normaliser, and the last
+    m. ``empty_decay`` is the log decay of a state that is empty.
     """
     g, i = g.double(), i.double()
     before, after, last = stabilizers(g, i, m, cu_seqlens, dtype)
@@ -258,7 +258,7 @@ def divide_by_normaliser(
 def memory_arguments(
     memory: Any, name: str = "initial_state"
 ) -> dict[str, Tensor]:
-    """State and stabilizer as the arguments they are; raise if no pair."""
+    """The state and the stabilizer; raises if they are no pair."""
     if memory is None:
         return {}
     if not isinstance(memory, tuple | list) or len(memory) != 2:
@@ -279,10 +279,10 @@ def stabilizers(
 ) -> tuple[PerHead, PerHead, Stabilizer]:
     """m_t = max(g_t + m_{t-1}, i_t): before and after each token, the last.
 
-    They are in fp64, as g and i are, but the last: that is of ``dtype``,
-    rounded up, and so is what stands after its token. So a state is handed
-    over in the units that it was computed in, and no gate exceeds 1. Offsets
-    that are none give any numbers and no error, which linear_recurrence has.
+    They are in fp64, as g and i are. But the last one is rounded up to
+    ``dtype``, also where it stands after its token: so a state is handed over
+    in the units that it was computed in, and no gate exceeds 1. Wrong offsets
+    give wrong numbers and no error here; linear_recurrence has one.
     """
     _, T, HV = g.shape
     N = num_sequences(g, cu_seqlens)
@@ -313,7 +313,7 @@ def stabilizers(
 
 
 def running_maximum(a: PerHead, b: PerHead) -> PerHead:
-    """m_t = max(a_t + m_{t-1}, b_t) for every t, m before the first is -inf.
+    """m_t = max(a_t + m_{t-1}, b_t) for every t, from an m of -inf.
 
     A stretch of tokens maps m to max(a + m, b), and two stretches compose
     to max(a2 + a1 + m, max(a2 + b1, b2)): each pass doubles the stretch that

@@ -49,8 +49,8 @@ def recurrence_with_normaliser(
 ) -> tuple[Values, Ones, StateAndNormaliser]:
     """The additive rule on v and on ``one``: o, the normaliser z, the state.
 
-    ``one`` is what becomes of a value of 1; z is one more column of the
-    state, the last. It is a sum that may cancel, and a divisor: z is
+    ``one`` is a value of 1, weighted as v is, and has the state's last column,
+    from which z is read. z is a sum that may cancel, and a divisor: it is
     computed and returned in fp32 (fp64 if q is), as ``one`` must be.
 
     PyTorch's backends compute in fp32 anyway; there v and o are as exact.

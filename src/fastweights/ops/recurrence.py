@@ -5,8 +5,8 @@
     S_t = (I -        k_t e_t^T) Diag(e^{g_t}) S_{t-1} +        k_t v_t^T
     o_t = scale * S_t^T q_t
 
-The first line is the delta rule, the second the additive rule (beta None),
-and in the third another key, ``erase_key``, reads what is erased.
+The first line is the delta rule, the second the additive rule (beta None), and
+in the third another key, ``erase_key``, erases.
 
 A call goes this way, as far as the kernels:
 
@@ -64,9 +64,9 @@ def linear_recurrence(
             step. fp32 or q's dtype. None: nothing is forgotten.
         beta: [B, T, HV] write strength of the delta rule, fp32 or q's
             dtype. None: the additive rule (which is not beta = 1).
-        erase_key: [B, T, HV, K] or [B, T, H, K], q's dtype: the key that reads
-            what is erased, times its strength, while k writes, and v has the
-            strength of the writing. beta k with beta v is the delta rule of
+        erase_key: [B, T, HV, K] or [B, T, H, K], q's dtype: the key that
+            erases, times the strength of that, while k writes. v has the
+            strength of the writing: beta k with beta v is the delta rule of
             beta, which is then not given. Stability says what may grow.
         scale: factor on the outputs; K**-0.5 if None.
         initial_state: [N, HV, K, V] fp32 (fp64 if q is), N = B or the

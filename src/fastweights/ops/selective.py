@@ -278,7 +278,7 @@ def empty_states(
 def _forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """What a backend computes; with ``keep``, what its backward re-uses.
 
-    y is in x's dtype, with ``full`` in that of the arithmetic.
+    y is in x's dtype, or with ``full`` in that of the arithmetic.
     """
     *inputs, keep, full, backend = arguments
     chosen, module = _backend_and_module(backend, x)

@@ -101,16 +101,17 @@ def compose_map(maps, products, i_M, i_P, is_first, i_j, META: tl.constexpr):
 def compose_kernel(passing, call, META: tl.constexpr):
     """Each state goes on from the one before it: one value tile of a head.
 
-    In place, fp32. borders [borders, HV, K, V] has what leaves a segment that
-    zero enters. maps [borders, HV, K, K] are those of the segments before
-    them; [borders, HV, K], the diagonal, for the additive rule; or None, all
-    ones. BACK: borders has what the segment after a border adds to the
-    gradient of the state that passes it, then that gradient. At a sequence's
-    edges stand the states [N, HV, K, V] that enter a call and those that leave
-    it; where an end is no border, neither is its edge. A program starts at the
-    border of a sequence's first segment. On ranks products gets the products
-    of maps, from the first that is composed up to each, which
-    add_arriving_kernel takes; their columns have programs of their own.
+    In place, in fp32. borders [borders, HV, K, V] has what leaves the segment
+    before each border if zeros enter it, and gets the state that passes there.
+    BACK: it has what the segment after a border adds to the gradient of that
+    state, and gets that gradient. maps has the map of the segment before each
+    border, [borders, HV, K, K]; for the additive rule its diagonal,
+    [borders, HV, K]; None stands for ones. At a sequence's edges are the
+    states [N, HV, K, V] that enter a call and those that leave it; an end that
+    is no border takes no part. A program starts at the border of a sequence's
+    first segment. On ranks products gets the product of the maps that are
+    composed, up to each border, for add_arriving_kernel; its columns have
+    programs of their own.
     """
     HV: tl.constexpr = META.HV
     K: tl.constexpr = META.K

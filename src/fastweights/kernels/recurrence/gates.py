@@ -127,11 +127,11 @@ def sum_rows(
 
 @triton.constexpr_function
 def fold_limits(dtype):
-    """How far a step decays at most where blocks are folded, in bits; levels.
+    """Where blocks are folded: the most bits of one step, the least level.
 
-    A step counts as no more, so 2^-29 of what it clears, or 2^-56 in fp32,
-    is left for the rest of its block. Blocks have 2^level rows, at most 2^5,
-    and at least so few that half of one decays by 2^-116 at most.
+    A step that decays more counts as those, so 2^-29 of what it clears, or
+    2^-56 in fp32, is left for the rest of its block. A block has 2^level rows:
+    of the least level no half decays by more than 2^-116; the greatest is 5.
     """
     return (56.0, 2) if dtype == tl.float32 else (29.0, 3)
 
@@ -146,7 +146,7 @@ def half_blocks(rows, BT, BK, level):
 def mark_of(b_high, b_least, dtype: tl.constexpr):
     """1 + the level of a tile's blocks, for the mark of its chunk.
 
-    They are as long as half of one decays by 2^-116 at most (fold_limits), so
+    They are the longest whose halves decay by 2^-116 at most (fold_limits), so
     that factors stay in the range of fp32. Blocks are single rows where a
     channel decays by 2^-8192, as by a gate of -inf: that lets nothing pass.
     b_least is the least total of a channel: most tiles need no second look.

@@ -93,9 +93,9 @@ def chunks_of(
 ):
     """Chunks: a program's sequence, its tokens, and its chunks.
 
-    They are those of segment i_x, or with MAP of the one before border i_x.
-    A whole segment that a state enters is_composed. Its MAP feeds_compose; so
-    does what leaves a first segment, to enter the next. With a gate per head a
+    They are those of segment i_x, or with MAP of the one before border i_x. A
+    whole segment that a state enters is_composed, and its MAP feeds_compose.
+    So does a first segment's B, which enters the next. With a gate per head a
     map has only the chunks that matter at the end, unless it reaches_all.
     """
     BT: tl.constexpr = META.BT

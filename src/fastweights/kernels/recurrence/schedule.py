@@ -125,7 +125,7 @@ def flatten(arguments: Iterable[Any]) -> list[Any]:
 def argument_key(x: Any) -> tuple[type, Any]:
     """What a schedule finds an argument by: its type, and a tensor's name.
 
-    The type, since equal groups may have other names, and 1 is True.
+    The type is in it since equal groups may differ in names, and 1 == True.
     """
     x = getattr(x, "name", x)
     return type(x), x

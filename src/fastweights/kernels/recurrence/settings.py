@@ -35,7 +35,7 @@ class CallKind(NamedTuple):
     delta: bool
     chunk_size: int
     precision: str  # gpu.dot_precision
-    has_erase_key: bool = False  # by which the delta rule erases, not by k
+    has_erase_key: bool = False  # by which the delta rule erases instead of k
     on_ranks: bool = False  # other ranks have the tokens before and after
 
     @property
@@ -199,11 +199,11 @@ def compose_options(stage: str, kind: CallKind) -> dict[str, int]:
 
 
 def scan_options(stage: str, kind: CallKind) -> dict[str, int]:
-    """Options of a scan: on an H200 in bf16 128 values and 8 warps, or half.
+    """Options of a scan: on an H200 in bf16 128 values, 8 warps, or 64 and 4.
 
-    8 warps share what they load of k, q and R. Two programs hide what the
-    other one waits for: that is worth more where three products depend on
-    each other and the rest is little.
+    8 warps share what they load of k, q and R. Two programs of 4 hide what the
+    other one waits for: that is worth more where three products depend on each
+    other and the rest is little.
     """
     K, V, large = kind.K, kind.V, kind.gpu.has_large_shared
     prefetch = kind.has_prefetch_room

@@ -1,6 +1,6 @@
 """The family's stages: the kernel that each launches, and on which tensors.
 
-Those that a chunk has anyway are named as the functions of
+Stages that the reference has too are named as its functions, in
 :mod:`fastweights.reference.chunkwise` and its backward. A launch's arguments
 stand in the order in which its kernel has them: tensors are those of
 :class:`TensorSpecs`, numbers the call's lengths; META, of ``settings_of``, is
@@ -313,7 +313,7 @@ def backward_schedule(
 ) -> Schedule:
     """Gradients of the inputs that there are but cu_seqlens, in their order.
 
-    That of beta in fp16 as what each value tile adds to it.
+    In fp16 that of beta is in parts, one of each value tile.
     """
     builder = ScheduleBuilder(kind, dtypes)
     x, H, HV = builder.specs, kind.H, kind.HV

@@ -14,11 +14,11 @@ from torch import Tensor
 class StatePassing(NamedTuple):
     """The tensors of compose_kernel, or in a schedule their specs."""
 
-    entering: Any  # what enters a call's sequences
-    borders: Any  # passes the borders of their segments
-    leaving: Any  # and leaves them
-    maps: Any  # of the segments, None for ones
-    products: Any  # of those maps
+    entering: Any  # states that enter a call's sequences
+    borders: Any  # states that pass the borders of their segments
+    leaving: Any  # states that leave the sequences
+    maps: Any  # the segments' maps; None: they are all ones
+    products: Any  # of the maps up to each border
 
 
 class LaunchWith(Protocol):

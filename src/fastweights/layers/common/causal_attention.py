@@ -37,7 +37,7 @@ ASKS_FOR_GQA = torch_internals.version_of(torch) >= (2, 12)
 
 
 def sdpa(q: Heads, k: Keys, v: Keys, mask: Tensor | None = None) -> Heads:
-    """Causal, or where ``mask`` is true; heads of k and v are shared."""
+    """Attention, causal or by ``mask``; heads of k and v are shared."""
     o = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -52,11 +52,11 @@ def sdpa(q: Heads, k: Keys, v: Keys, mask: Tensor | None = None) -> Heads:
 def attend_causally(
     q: Heads, k: Keys, v: Keys, cu_seqlens: Offsets | None
 ) -> Heads:
-    """Causal attention of a batch or pack, whose last tokens q are of.
+    """Causal attention of a batch or pack; q are of its last tokens.
 
     Ranks that share a sequence have fewer q than k and v. PyTorch's ring
-    attention is for batches of equal ranks; to gather keys and values serves
-    packs and any ranks.
+    attention is for batches of equal ranks. Keys and values are gathered
+    instead, which serves packs and any ranks.
     """
     if cu_seqlens is not None:
         return packed_attention(q, k, v, cu_seqlens)
@@ -74,7 +74,7 @@ def attend_causally(
 def packed_attention(
     q: Packed, k: PackedKeys, v: PackedKeys, cu_seqlens: Offsets
 ) -> Packed:
-    """Causal within each sequence; heads of k and v are shared.
+    """Attention, causal within each sequence; heads of k and v are shared.
 
     q are of the last of the tokens of k and v.
 

@@ -34,10 +34,10 @@ from fastweights.ops.common.backends import choose_backend, record_run
 from fastweights.ranks.group import current_ranks
 
 MAX_FUSED_SEQUENCES = 256
-"""Sequences. With more, products are bound by arithmetic, and BLAS's."""
+"""The most sequences: more are bound by arithmetic, at which BLAS is best."""
 
 MAX_FUSED_TOKENS = 16
-"""Tokens in all, of sequences with several each: one tile holds them."""
+"""The most tokens in all, if sequences have several: one tile holds them."""
 
 
 def fits_fused_step(x: Tensor) -> bool:
@@ -116,7 +116,7 @@ def project_and_add(
 def norm_and_project(
     x: Hidden, norm: nn.RMSNorm, modules: Sequence[Any], **options: Any
 ) -> list[Any]:
-    """The modules' outputs for norm(x), [B, T, N] each; None for None.
+    """The modules' outputs for norm(x), [B, T, N] each; a None has None.
 
     A module is a product, or two in a row (low_rank): the second ones of all
     modules are another launch.
@@ -171,7 +171,7 @@ def fused_layer_step(
 ) -> Hidden | None:
     """x + layer(norm(x)) of a layer of the family, its state in place.
 
-    None where that is a matter for the modules themselves.
+    It returns None where the modules have to be called.
 
     Args:
         x, norm: the residual stream, and the norm before the layer.

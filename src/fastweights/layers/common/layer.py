@@ -72,7 +72,7 @@ ARGUMENT_ALIASES = {
     "v_dim_factor": "v_factor",
     "window_size": "window",
 }
-"""What an argument is called elsewhere: its name here."""
+"""Names of arguments in public implementations, and their names here."""
 
 
 RANGES_BY_NAME = {"eps": ">= 0", "norm_eps": ">= 0", "lower_bound": "< 0"}
@@ -115,9 +115,9 @@ class Layer(CheckedModule):
     """A layer: y, state = layer(x, state, cu_seqlens).
 
     Each class has ``dim`` and a ``compute`` of its own. Which fields a state
-    has to have, and their shapes, is checked in layers of this project only:
-    a second layer, on the device "meta", tells. A constructor from elsewhere
-    is not called a second time.
+    has to have, and their shapes, is checked in layers of this project only: a
+    second layer, on the device "meta", tells them. A constructor from
+    elsewhere is not called a second time.
 
     With gradients a call leaves the state that came in as it was. Without
     (torch.no_grad) it changes that state in place: to go on from one state
@@ -142,7 +142,7 @@ class Layer(CheckedModule):
         return self.uses_decode_step
 
     new_state: Callable[..., LayerState] | None = None
-    """Makes an empty state, (num_sequences, capacity), where states grow."""
+    """Where states grow: makes an empty one of (num_sequences, capacity)."""
 
     def forward(
         self,
@@ -186,10 +186,10 @@ class Layer(CheckedModule):
     ) -> Hidden | None:
         """x + layer(norm(x)) of a few tokens per sequence, the state in place.
 
-        In fewer launches than the modules make. None where the layer has no
-        way for that (:mod:`fastweights.layers.common.fused_step`): it finds
-        out before it writes. Else ``state`` is the one after these tokens, of
-        which it took in ``num_accepted``; the caller sets that to None.
+        It makes fewer launches than the modules. Where the layer has no way
+        for that (:mod:`fastweights.layers.common.fused_step`), it returns None
+        and has written nothing. Else ``state`` is the one after these tokens,
+        of which it took in ``num_accepted``; the caller sets that to None.
         """
         return None
 
@@ -232,8 +232,8 @@ class Layer(CheckedModule):
     def row_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of a row of each field of its states.
 
-        Those of the first state that a call has made. Where none has, a
-        meta state tells, for which PyTorch loads its compiler.
+        They are those of the first state that a call has made; before that, of
+        a meta state, for which PyTorch loads its compiler.
         """
         make = self.new_state
         return _row_shapes(make(1, 1) if make else self.meta_state(1))

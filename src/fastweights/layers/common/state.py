@@ -76,7 +76,7 @@ class LayerState:
     not packed, without gradients; the call sets it to None again."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are there, by name; whole, also of a pool."""
+        """The fields that are there, by name, those of a pool as a whole."""
         fields = [(name, getattr(self, name)) for name in TENSORS]
         return {name: x for name, x in fields if isinstance(x, Tensor)}
 
@@ -112,7 +112,7 @@ class LayerState:
         )
 
     def batch_rows(self, name: str) -> Tensor:
-        """The field of this name, of a pool a copy of the batch's rows.
+        """The field of this name, or of a pool a copy of the batch's rows.
 
         Raises:
             ValueError: it is not there: the state is another layer's.
@@ -124,7 +124,7 @@ class LayerState:
         return x.index_select(0, rows)
 
     def tensor(self, name: str) -> Tensor:
-        """The field of this name, of a pool the whole of it: its memory."""
+        """The field of this name, that of a pool as a whole: its memory."""
         value: Tensor | None = getattr(self, name)
         if value is None:
             raise ValueError(
@@ -345,7 +345,7 @@ def token_counts(
 ) -> Int[Tensor, " N"]:
     """How many of x's tokens the state of each sequence takes in.
 
-    A batch has T of each, if that is given.
+    In a batch each has T of them, or all of x's if that is None.
     """
     if state is not None and state.num_accepted is not None:
         return state.num_accepted.to(torch.int64)

@@ -47,9 +47,9 @@ def call_as_operator(
 ) -> OutputAndState:
     """function(*args, **options) as one operator: an output and a state.
 
-    ``results`` has the shape and dtype of each. The function is a module's.
-    Arguments without tensors are constants. A graph keeps them and the
-    function's name as text, which can be saved with it.
+    ``results`` has the shape and dtype of both. The function stands at the top
+    of a module. Arguments without tensors are constants. A graph keeps them
+    and the function's name as text, which can be saved with it.
     """
     arguments = args, options
     tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
@@ -97,7 +97,7 @@ def _backward(
     tensors: list[Tensor],
     arguments: str,
 ) -> list[Tensor]:
-    """Gradients of all that are no integers, in order."""
+    """Gradients of all tensors but those of integers, in order."""
     with torch.enable_grad():
         tensors = [
             x.detach().requires_grad_(x.is_floating_point()) for x in tensors

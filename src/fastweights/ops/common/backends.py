@@ -22,7 +22,7 @@ from fastweights.arguments import MAX_KERNEL_K
 Backend = Literal["auto", "triton", "torch", "loop"]
 BACKENDS = get_args(Backend)
 KernelOrTorch = Literal["auto", "triton", "torch"]
-"""Backends of what is no loop in PyTorch."""
+"""Backends of what has no loop in PyTorch."""
 KERNEL_OR_TORCH = get_args(KernelOrTorch)
 DEEP_KERNEL_CAPABILITIES = (9, 10)
 """Major compute capabilities whose registers suffice for deep memories."""
@@ -138,7 +138,7 @@ def _missing_for_triton(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _missing_on_gpu(device: torch.device) -> str:
-    """What a GPU lacks: CUDA, of Ampere or later, with this Triton; or "".
+    """What a GPU lacks: CUDA, Ampere or later, a Triton that is right; or "".
 
     On Blackwell's 10.x (not 12.x, which has other products) Triton below 3.8
     compiles loops in which a product reads the accumulator of another to a

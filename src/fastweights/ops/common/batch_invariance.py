@@ -16,15 +16,15 @@ def batch_invariant() -> Iterator[None]:
             o, state = fw.mamba2(q, k, v, g, cu_seqlens=offsets)
 
     The kernels cut long sequences into segments, which a GPU computes side
-    by side, and the more there is to compute the fewer of them: results
-    differ by rounding. In this context segments have 8192 tokens. Outputs,
-    states and gradients of :func:`linear_recurrence` and of the members
-    are the same bits whatever else is in the batch or in the pack; by the
-    kernels also if a sequence is computed in several calls that end at
-    multiples of 8192 tokens, each from the state of the one before, or a
-    batch by ranks of :func:`context_parallel` that have such a multiple each,
-    all the same: then the maps of all segments travel. The backward of a
-    call is as its forward was, wherever it runs.
+    by side, and the more there is to compute the fewer of them: results differ
+    by rounding. In this context segments have 8192 tokens. Outputs, states and
+    gradients of :func:`linear_recurrence` and of the members are the same bits
+    whatever else is in the batch or in the pack. By the kernels they are also
+    the same if a sequence is computed in several calls that end at multiples
+    of 8192 tokens, each from the state of the one before, and if ranks of
+    :func:`context_parallel` share a batch and each has the same multiple of
+    8192 tokens: then the maps of all segments travel. The backward of a call
+    is as its forward was, wherever it runs.
 
     It holds for one device, version and chunk_size. It is not for gradients
     that add up sequences or ranks (of g [HV]), nor for backend "loop", nor

@@ -16,9 +16,9 @@ PyTorch. Of one chunk [C, K], [C, V] and its state [K, V]:
                y v_new^T: C C V each; dAkk k and dAkk^T k: C C K each;
                k^T (beta y) and (beta y) S^T: C K V each
 
-An ``erase_key`` reads in the place of k: the same count. The scores and P, or
-what stands for them, are kept for the backward.
-backend="loop" has no operator: what it multiplies is counted as it runs.
+An ``erase_key`` takes the place of k: the same count. The scores and P, or
+what stands for them, are kept for the backward. backend="loop" has no
+operator: what it multiplies is counted as it runs.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def register(
 ) -> Any:
     """An operator of torch.ops.fastweights: a function, and its fake tensors.
 
-    Without a gradient none may be asked for.
+    One without a gradient may not be asked for it.
     """
     name = schema.split("(")[0]
     LIBRARY.define(schema)
@@ -200,8 +200,7 @@ class Operator:
 class OperatorFunction(torch.autograd.Function):
     """An Operator's results, with its gradient.
 
-    Without a setup_context, for which PyTorch reads the signature in each
-    call.
+    It has no setup_context: for one PyTorch reads the signature in each call.
     """
 
     @staticmethod
@@ -228,10 +227,10 @@ def operator_or_function(
 ) -> Callable:
     """The function behind an operator, which spares the host 50 us per call.
 
-    But the operator itself where anything looks at operators: a mode (fake
+    It is the operator itself where anything looks at operators: a mode (fake
     tensors, a FLOP counter, selective checkpointing), a transform, a trace,
-    the profiler, a tensor of a class of its own or without data, or a
-    negative view, which the dispatcher resolves.
+    the profiler, a tensor of a class of its own or without data, or a negative
+    view, which the dispatcher resolves.
     """
     watched = torch_internals.is_watched()
     if watched:
