@@ -17,9 +17,9 @@ _compiled = tempfile.TemporaryDirectory()
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
-    from support.interpreter import hasten
+    from support.interpreter import speed_up_interpreter
 
-    hasten()
+    speed_up_interpreter()
 
 
 # So that -k finds a model's cases, where parameters are a gate and a rule.
@@ -73,7 +73,7 @@ def set_matmul_precision():
 
 
 @pytest.fixture
-def poison(monkeypatch):
+def empty_is_nan(monkeypatch):
     """Uninitialised memory holds NaN, so that an unwritten element shows."""
 
     def filled(empty):

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from support.pairwise import crossed
+from support.pairwise import parametrize_all
 
 from fastweights.checks import relative_error
 from fastweights.compat import causal_conv1d, fla
@@ -113,7 +113,7 @@ for name in FUNCTIONS:
         for axis, values in axes.items()
     }
     layouts = ("few", "many", "packed", "few packed")
-    for case in crossed(**axes, layout=layouts).args[1]:
+    for case in parametrize_all(**axes, layout=layouts).args[1]:
         label = f"{name}-{case.id}"
         CASES.append(
             pytest.param(name, *case.values, id=label, marks=case.marks)
@@ -529,7 +529,7 @@ def convolved(x, weight, bias, activation, before, document):
     return y / (1 + (-y).exp()) if activation else y
 
 
-@crossed(
+@parametrize_all(
     W=(4, 2, 3, 7),
     bias=(False, True),
     activation=(None, "silu", "swish"),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from support.pairwise import crossed
+from support.pairwise import parametrize_all
 from support.scan_inputs import selective_scan_fn as mambas
 
 from fastweights.checks import relative_error
@@ -62,7 +62,7 @@ def formula(x, *, softplus, limit=(0.0, math.inf), document=None):
     return y, last
 
 
-@crossed(
+@parametrize_all(
     G=(2, 1, 4),
     softplus=(True, False),
     limit=((0.0, math.inf), (0.1, 0.5)),
@@ -115,7 +115,7 @@ def one_token(x, tied=True):
     return cut
 
 
-@crossed(
+@parametrize_all(
     steps=("per head", "per channel", "no heads"),
     softplus=(True, False),
     without=((), ("D",), ("z", "dt_bias")),

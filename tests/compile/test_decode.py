@@ -5,7 +5,7 @@ import re
 import pytest
 from support import offline
 from support.offline import SHARED_MEMORY
-from support.pairwise import crossed
+from support.pairwise import parametrize_all
 
 from fastweights.kernels.decode import (
     DecodeMeta,
@@ -96,8 +96,8 @@ def test_a_state_in_bf16_is_rounded_to_nearest(T, tmp_path):
     assert "cvt.rn.bf16x2.f32" in compiled.asm["ptx"]
 
 
-@crossed(
-    seldom=[str(x) for x in offline.OTHERS],
+@parametrize_all(
+    covered_once=[str(x) for x in offline.OTHERS],
     capability=[*SHARED_MEMORY],
     width=(0, 1, "K"),
     delta=(False, True),
@@ -111,17 +111,19 @@ def test_registers_in_bf16(width, delta, T, capability, tmp_path):
     assert registers <= (96 if T == 1 else 168) + offline.MORE_REGISTERS
 
 
-@crossed(D=[16, 64, 256], width=(0, 1, "K"), delta=(False, True))
+@parametrize_all(D=[16, 64, 256], width=(0, 1, "K"), delta=(False, True))
 def test_registers_for_other_head_sizes(width, delta, D, tmp_path):
     judge(compile_decode(width, delta, 16, 90, D), 90, tmp_path)
 
 
-@crossed(dtype=["fp16", "fp32"], width=(0, 1, "K"), delta=(False, True))
+@parametrize_all(
+    dtype=["fp16", "fp32"], width=(0, 1, "K"), delta=(False, True)
+)
 def test_registers_in_other_dtypes(width, delta, dtype, tmp_path):
     judge(compile_decode(width, delta, 16, 90, dtype=dtype), 90, tmp_path)
 
 
-@crossed(width=(0, 1, "K"), delta=(False, True), T=(1, 16))
+@parametrize_all(width=(0, 1, "K"), delta=(False, True), T=(1, 16))
 def test_all_loads_come_before_any_wait(width, delta, T):
     """A wait between two loads would add a trip to memory to each step.
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from support.offline import DTYPES, OTHERS, SHARED_MEMORY, build, check_fits
-from support.pairwise import crossed
+from support.pairwise import parametrize_all
 
 from fastweights.kernels.gemv import (
     TILES_AHEAD,
@@ -58,8 +58,8 @@ def compile_kernel(name, M, capability, dtype="bf16"):
     return build(gemv_kernel, capability, dtype, constants, types)
 
 
-@crossed(
-    seldom=[str(x) for x in OTHERS],
+@parametrize_all(
+    covered_once=[str(x) for x in OTHERS],
     name=[*CASES],
     M=[1, 2, 16, 64],
     capability=[*SHARED_MEMORY],

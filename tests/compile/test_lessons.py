@@ -23,7 +23,7 @@ from support.offline import (
     unset_uniform_registers,
     unwaited_products,
 )
-from support.pairwise import all_but, crossed, in_turn
+from support.pairwise import all_but, in_turn, parametrize_all
 
 from fastweights_lab.lessons import linear, prefix
 
@@ -93,7 +93,7 @@ def test_widest_head_fits(name, dtype, capability):
     assert compiled.metadata.shared <= SHARED_MEMORY[capability]
 
 
-@crossed(
+@parametrize_all(
     D=[16, 64, 128, 256],
     products=["bf16", "tf32", "tf32x3"],
     name=["linear_scan", "chunk_states", "chunk_outputs"],

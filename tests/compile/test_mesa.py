@@ -2,7 +2,7 @@
 
 import pytest
 from support.offline import LEADING, build, check_fits
-from support.pairwise import crossed
+from support.pairwise import parametrize_all
 
 from fastweights.kernels import mesa
 
@@ -45,7 +45,9 @@ def test_steps_keep_their_matrix_and_multiply_once(tmp_path):
 
 
 @pytest.mark.full
-@crossed(capability=LEADING, precision=["tf32", "tf32x3"], name=[*KERNELS])
+@parametrize_all(
+    capability=LEADING, precision=["tf32", "tf32x3"], name=[*KERNELS]
+)
 def test_fits_where_it_is_chosen(name, capability, precision, tmp_path):
     """In fp32 heads are half as wide, and it may spill."""
     K = 64 if precision == "tf32x3" else 100

@@ -1,7 +1,7 @@
 """The selective scan's kernels as they ship, for GPUs that are not here."""
 
 from support.offline import OTHERS, SHARED_MEMORY, build, check_fits
-from support.pairwise import crossed
+from support.pairwise import parametrize_all
 
 from fastweights.kernels import selective
 
@@ -28,8 +28,8 @@ def compile_kernel(name, capability, dtype="bf16", D=2048, N=16, G=None):
     return build(KERNELS[name], capability, dtype, constants, types)
 
 
-@crossed(
-    seldom=[str(x) for x in OTHERS],
+@parametrize_all(
+    covered_once=[str(x) for x in OTHERS],
     capability=[*SHARED_MEMORY],
     dtype=["bf16", "fp32"],
     name=[*KERNELS],
@@ -42,7 +42,7 @@ def test_nothing_spills(name, capability, dtype, tmp_path):
 SIZES = [(1, 1), (48, 5, 3), (768, 64, 1), (2048, 256), (2048, 16, 2)]
 
 
-@crossed(sizes=SIZES, name=[*KERNELS], capability=[86, 90])
+@parametrize_all(sizes=SIZES, name=[*KERNELS], capability=[86, 90])
 def test_nothing_spills_at_other_sizes(name, sizes, capability, tmp_path):
     """The tuple is D, N, and G of packed sequences."""
     compiled = compile_kernel(name, capability, "bf16", *sizes)

@@ -2,7 +2,7 @@
 
 import pytest
 from support.offline import SHARED_MEMORY, build, check_fits
-from support.pairwise import crossed
+from support.pairwise import parametrize_all
 
 from fastweights.kernels import ttt
 
@@ -44,7 +44,7 @@ def test_how_much_spills(name, capability, K, tmp_path):
 
 
 @pytest.mark.full
-@crossed(
+@parametrize_all(
     capability=[*SHARED_MEMORY],
     dtype=["bf16", "fp16", "fp32"],
     name=[*KERNELS],

@@ -9,7 +9,7 @@ if not find_spec("triton"):
 
 
 @pytest.fixture(autouse=True)
-def interpreted_or_compiled(request, poison):
+def interpreted_or_compiled(request, empty_is_nan):
     from fastweights.kernels.tile import INTERPRETED
 
     compiled = request.node.get_closest_marker("gpu") is not None

@@ -72,7 +72,9 @@ def by_schedule(monkeypatch):
         itertools.product(GATES, RULES),
     ),
 )
-def test_a_schedule_is_the_call(gate, rule, by_schedule, poison, set_segments):
+def test_a_schedule_is_the_call(
+    gate, rule, by_schedule, empty_is_nan, set_segments
+):
     """The same bits, on other data and with another scale too."""
     set_segments(3)
     calls = []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.batch_invariance_cases import EDGES, check_invariance
 from support.inputs import GATES, RULES
-from support.pairwise import crossed
+from support.pairwise import parametrize_all
 
 from fastweights.kernels.recurrence import settings
 
@@ -15,7 +15,7 @@ GATES_OF_TOKENS = [x for x in GATES if x != "fixed"]
 MEMBERS = list(itertools.product(GATES_OF_TOKENS, RULES))
 
 
-@crossed(
+@parametrize_all(
     T=[75, 64],
     edges={"edges": EDGES, "no-edges": ()},
     gate=GATES_OF_TOKENS,

@@ -5,7 +5,7 @@ import torch
 from support.convolution_inputs import HEADS, convolution_inputs, flat
 from support.inputs import results, same
 from support.kernel_judge import needs_memory
-from support.pairwise import pairs
+from support.pairwise import parametrize_pairs
 
 from fastweights import ops
 from fastweights.checks import relative_error
@@ -58,7 +58,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.usefixtures("short")
-@pairs(
+@parametrize_pairs(
     function=FUNCTIONS,
     T=[1, 2, 5, 8, 9, 19],
     W=[2, 3, 4],

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.inputs import GATES, RULES, member_inputs
 from support.kernel_judge import DEVICES, needs_memory, on_devices
-from support.pairwise import crossed
+from support.pairwise import parametrize_all
 
 import fastweights as fw
 from fastweights import ops
@@ -84,7 +84,7 @@ def judge(x):
     assert errors[0] <= BUDGET[o.dtype] and errors[1] <= 1e-6, errors
 
 
-@crossed(shape=[*SHAPES], gate=GATES, rule=RULES)
+@parametrize_all(shape=[*SHAPES], gate=GATES, rule=RULES)
 @on_devices(
     cpu=["float32", "float16"], cuda=["float32", "float16", "bfloat16"]
 )
@@ -93,7 +93,7 @@ def test_the_kernel_is_the_loop(gate, rule, shape, device, dtype):
     judge(shaped(gate, rule, sizes, dtype=dtype, device=device))
 
 
-@crossed(gate=GATES, rule=RULES, index=(torch.int32, torch.int64))
+@parametrize_all(gate=GATES, rule=RULES, index=(torch.int32, torch.int64))
 @on_devices(cpu=["float32"], cuda=["bfloat16"])
 def test_rows_of_a_pool(gate, rule, index, device, dtype):
     """Three sequences whose states lie in rows 4, none and 1 of five."""
@@ -114,7 +114,7 @@ def test_rows_of_a_pool(gate, rule, index, device, dtype):
     assert torch.equal(pool[[0, 2, 3]], before[[0, 2, 3]])
 
 
-@crossed(gate=GATES, rule=RULES)
+@parametrize_all(gate=GATES, rule=RULES)
 @DEVICES
 def test_a_state_takes_in_what_is_accepted(gate, rule, device):
     """Outputs are all tokens'; states those after 0, 1, 3 and 4 of them."""
@@ -165,7 +165,9 @@ def test_a_state_in_bf16(device):
     assert step.max() <= rounding
 
 
-@crossed(strength=STRENGTHS, gate=["fixed", "head", "channel"], rule=RULES)
+@parametrize_all(
+    strength=STRENGTHS, gate=["fixed", "head", "channel"], rule=RULES
+)
 @DEVICES
 def test_constant_gates(gate, rule, strength, device):
     sizes = {"T": 16, "HV": 1, "K": 32}
@@ -175,7 +177,9 @@ def test_constant_gates(gate, rule, strength, device):
     judge(call(gate, rule, device, **sizes))
 
 
-@crossed(beta=[0.0, 1.0, 2.0], gate=GATES, seldom=["none", "fixed"])
+@parametrize_all(
+    beta=[0.0, 1.0, 2.0], gate=GATES, covered_once=["none", "fixed"]
+)
 def test_identical_keys(gate, beta):
     sizes = {"T": 16, "HV": 1, "K": 32, "V": 32}
     x = call(gate, **sizes, dtype=torch.float32, strength=-1e-3)
@@ -300,7 +304,7 @@ def test_a_captured_step_decodes_token_after_token(gate, rule):
 @ALL
 def test_steps_that_follow_in_one_cuda_graph(gate, rule, monkeypatch):
     """None reads the state before the one before it has written that."""
-    monkeypatch.undo()  # poison's fills come between the steps
+    monkeypatch.undo()  # empty_is_nan's fills come between the steps
     steps, sizes = 12, {"B": 2, "H": 1, "HV": 2, "K": 128, "V": 128}
     x = call(gate, rule, "cuda", T=steps, dtype=torch.bfloat16, **sizes)
     tokens = [token(x, t) for t in range(steps)]  # no copy between steps

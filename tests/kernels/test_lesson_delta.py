@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.kernel_judge import BUDGET
-from support.pairwise import pairs
+from support.pairwise import parametrize_pairs
 from support.refused import refused
 from torch import zeros  # noqa: F401 (what is refused names it)
 
@@ -43,7 +43,7 @@ def judge(function, tensors, *, tol, **options):
 
 
 @VERSIONS
-@pairs(
+@parametrize_pairs(
     T=[1, 64, 65, 128],
     heads=[(2, 2), (1, 2)],
     widths=[(16, 16), (60, 100), (128, 128)],

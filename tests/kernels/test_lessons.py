@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.kernel_judge import BUDGET, DEVICES, PRODUCTS, needs_memory
-from support.pairwise import pairs
+from support.pairwise import parametrize_pairs
 from support.refused import refused
 from torch import zeros  # noqa: F401 (what is refused names it)
 
@@ -21,7 +21,7 @@ from fastweights_lab.lessons.prefix import (
 
 SHAPE = (2, 130, 2, 4, 64, 100)
 SCANS = pytest.mark.parametrize("function", [scan, parallel_scan])
-CASES = pairs(
+CASES = parametrize_pairs(
     T=[1, 63, 64, 65, 130],
     heads=[(2, 2), (2, 4), (1, 8)],
     widths=[(60, 100), (100, 16), (8, 60), (64, 130), (256, 20)],

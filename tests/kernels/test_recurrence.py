@@ -11,7 +11,7 @@ import torch
 from support.graphs import in_one_graph
 from support.inputs import GATES, RULES, member_inputs, results
 from support.kernel_judge import DEVICES, on_devices
-from support.pairwise import crossed
+from support.pairwise import parametrize_all
 from support.recurrence_judge import budget_of, cast, chosen_members, judge
 
 import fastweights as fw
@@ -39,7 +39,7 @@ CASES = {
 
 
 @DEVICES
-@crossed(case=CASES, gate=GATES, rule=RULES, seldom=["fixed"])
+@parametrize_all(case=CASES, gate=GATES, rule=RULES, covered_once=["fixed"])
 def test_the_kernels_are_the_loop(gate, rule, case, device, record_property):
     T, H, HV, K, V, chunk_size, dtype, initial = case
     x = member_inputs(gate, rule, T=T, H=H, HV=HV, K=K, V=V)
@@ -129,7 +129,9 @@ def test_one_channel(gate, rule):
     judge(x, 1e-4, chunk_size=16)
 
 
-@crossed(use=["o", "state"], gate=GATES, rule=RULES, seldom=["fixed"])
+@parametrize_all(
+    use=["o", "state"], gate=GATES, rule=RULES, covered_once=["fixed"]
+)
 @on_devices(cpu=["float32"], cuda=["bfloat16"])
 def test_gradients_from_one_result(gate, rule, use, device, dtype):
     T, V, size = (40, 33, 16) if device == "cpu" else (140, 64, 64)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.inputs import GATES, RULES, member_inputs
 from support.kernel_judge import HALF, on_devices
-from support.pairwise import all_but, crossed
+from support.pairwise import all_but, parametrize_all
 from support.recurrence_judge import (
     budget_of,
     cast,
@@ -28,11 +28,11 @@ HARD = {
 }
 
 
-@crossed(
+@parametrize_all(
     strength=STRENGTHS,
     gate=["fixed", "head", "channel"],
     rule=RULES,
-    seldom=["fixed"],
+    covered_once=["fixed"],
 )
 @on_devices(cpu=["float32"], cuda=["float32", "bfloat16"])
 def test_constant_gates(gate, rule, strength, device, dtype, record_property):
@@ -58,7 +58,7 @@ def test_gates_that_open_again(gate):
     judge(cast(x, torch.float32), 1e-4)
 
 
-@crossed(keys=HARD, gate=GATES, seldom=["none", "fixed"])
+@parametrize_all(keys=HARD, gate=GATES, covered_once=["none", "fixed"])
 @on_devices(cpu=["float16"], cuda=["float32", "bfloat16"])
 def test_correlated_keys(gate, keys, device, dtype):
     judge_amplified(cast(correlated_keys(gate, **keys), dtype, device))

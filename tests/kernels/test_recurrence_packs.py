@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.inputs import GATES, RULES, member_inputs
 from support.kernel_judge import HALF, on_devices
-from support.pairwise import crossed
+from support.pairwise import parametrize_all
 from support.recurrence_judge import (
     budget_of,
     cast,
@@ -121,7 +121,7 @@ def test_offsets_that_are_not_contiguous():
     judge(cast(x, torch.float32), 1e-4, cu_seqlens=offsets)
 
 
-@crossed(S=[2, 3, 7], gate=GATES, rule=RULES, seldom=["fixed"])
+@parametrize_all(S=[2, 3, 7], gate=GATES, rule=RULES, covered_once=["fixed"])
 @on_devices(cpu=["float32"], cuda=["float32", "bfloat16"])
 def test_segments_are_one_sequence(
     gate, rule, S, device, dtype, set_segments, record_property
@@ -140,7 +140,9 @@ def test_segments_are_one_sequence(
     judge(x, budget_of(dtype), chunk_size=chunks[1], use="o")
 
 
-@crossed(gate=["fixed", "head"], rule=RULES, strength=[-0.2, -0.8, -5.0])
+@parametrize_all(
+    gate=["fixed", "head"], rule=RULES, strength=[-0.2, -0.8, -5.0]
+)
 def test_segments_that_forget(gate, rule, strength, set_segments):
     """Seven chunks to a segment: some of them, one, and none reach its end.
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.inputs import results, same
 from support.kernel_judge import needs_memory
-from support.pairwise import pairs
+from support.pairwise import parametrize_pairs
 from support.scan_inputs import scan_inputs
 
 import fastweights as fw
@@ -50,7 +50,7 @@ PACK = torch.tensor([0, 0, 5, 5, 6, 10, 10], dtype=torch.int32)
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pairs(
+@parametrize_pairs(
     # T, D, N, G: groups of 3 channels too, which tiles of 2 do not divide
     size=[
         *((1, 1, 1, 1), (3, 5, 3, 1), (4, 6, 3, 2), (9, 3, 3, 3)),
@@ -131,7 +131,7 @@ def test_states_are_kept_for_a_backward_only():
 
 
 @pytest.mark.gpu
-@pairs(
+@parametrize_pairs(
     size=[*itertools.product((1, 63, 64, 65, 1000), (1, 48, 256), (1, 5, 16))],
     dtype=[torch.bfloat16, torch.float16, torch.float32],
     use=["both", "o", "state"],

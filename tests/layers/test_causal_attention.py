@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from support.layer_cases import hidden, make_layer
-from support.pairwise import crossed
+from support.pairwise import parametrize_all
 from torch.nn.attention import varlen
 
 from fastweights.checks import Footprint, relative_error
@@ -206,7 +206,7 @@ def judge_on_gpu(dtype, K, HK, call=packed_attention):
 
 
 @pytest.mark.gpu
-@crossed(
+@parametrize_all(
     dtype=[torch.float16, torch.bfloat16, torch.float32],
     K=[64, 128, 256, 20],
     HK=[1, 2, 4],

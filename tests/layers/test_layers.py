@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from support.layer_cases import LAYER_CASES, contents, hidden, make_layer
-from support.pairwise import crossed
+from support.pairwise import parametrize_all
 
 from fastweights.checks import relative_error
 from fastweights.layers import LayerState, SoftmaxAttention
@@ -55,7 +55,9 @@ def alone(layer, x, lengths, states=None):
     return torch.cat(outputs, 1), after
 
 
-@crossed(name=list(LAYER_CASES), pieces=PIECES, gradients=[False, True])
+@parametrize_all(
+    name=list(LAYER_CASES), pieces=PIECES, gradients=[False, True]
+)
 def test_in_pieces_as_at_once(name, pieces, gradients):
     layer, x = make_layer(name), hidden(2, T)
     with torch.set_grad_enabled(gradients):
@@ -68,7 +70,7 @@ def test_in_pieces_as_at_once(name, pieces, gradients):
     same_state(state, want_state)
 
 
-@crossed(name=list(LAYER_CASES), gradients=[False, True])
+@parametrize_all(name=list(LAYER_CASES), gradients=[False, True])
 def test_packed_as_alone(name, gradients):
     layer, x = make_layer(name), hidden(1, sum(LENGTHS))
     with torch.set_grad_enabled(gradients):
@@ -88,7 +90,7 @@ def test_packed_as_alone(name, gradients):
             assert (empty == nothing).all(), key
 
 
-@crossed(
+@parametrize_all(
     name=list(LAYER_CASES), then=["packed", "rows"], gradients=[False, True]
 )
 def test_packed_and_continued(name, then, gradients):
@@ -111,7 +113,7 @@ def test_packed_and_continued(name, then, gradients):
         same_state(state.select(torch.tensor([n])), one)
 
 
-@crossed(
+@parametrize_all(
     name=list(LAYER_CASES), before=[False, True], where=["input", "gradient"]
 )
 def test_a_nan_stays_in_its_document(name, before, where):

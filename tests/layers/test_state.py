@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.layer_cases import LAYER_CASES, contents, hidden, make_layer
-from support.pairwise import crossed
+from support.pairwise import parametrize_all
 from support.refused import refused
 
 from fastweights.layers import (
@@ -34,7 +34,7 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-@crossed(name=OTHERS, length=[1, 5, 20])
+@parametrize_all(name=OTHERS, length=[1, 5, 20])
 def test_in_place_without_gradients(name, length):
     layer, state = after(name, 2, 5)
     before, where = state.clone(), places(state)
@@ -44,7 +44,7 @@ def test_in_place_without_gradients(name, length):
     assert not equal(state, before)
 
 
-@crossed(name=list(LAYER_CASES), length=[1, 20])
+@parametrize_all(name=list(LAYER_CASES), length=[1, 20])
 def test_a_new_one_with_gradients(name, length):
     layer, state = after(name, 2, 5)
     before = state.clone()

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from support import model_cases
-from support.pairwise import crossed
+from support.pairwise import parametrize_all
 
 from fastweights.models import LAYERS, StatePool
 
@@ -245,7 +245,7 @@ SEVERAL = ("gated_deltanet", "softmax", "mamba", "lact", "titans")
 
 
 @torch.no_grad()
-@crossed(made=MODES, used=MODES)
+@parametrize_all(made=MODES, used=MODES)
 def test_made_in_one_mode_and_used_in_another(made, used):
     """The same tensors whatever made them, and the same dtypes after."""
     m, text = make_model(SEVERAL).float(), token_ids(20)

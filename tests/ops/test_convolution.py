@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from support.convolution_inputs import HEADS, convolution_inputs, flat
 from support.inputs import results, same
-from support.pairwise import pairs
+from support.pairwise import parametrize_pairs
 from support.refused import refused
 
 from fastweights import ops
@@ -90,8 +90,8 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.usefixtures("poison")
-@pairs(
+@pytest.mark.usefixtures("empty_is_nan")
+@parametrize_pairs(
     function=FUNCTIONS,
     W=[2, 3, 4],
     T=[5, 1, 2, 3, 4],

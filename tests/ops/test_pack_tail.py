@@ -10,7 +10,7 @@ from fastweights.layers import LayerState
 from fastweights.models import next_tokens
 
 
-@pytest.mark.usefixtures("poison")
+@pytest.mark.usefixtures("empty_is_nan")
 @pytest.mark.parametrize("offsets", [[0, 5, 5, 12], [0, 0], [0, 1]], ids=str)
 @EACH_OPERATOR
 def test_operators_leave_it_at_zero(name, offsets):
@@ -23,7 +23,7 @@ def test_loops_leave_it_at_zero(name):
     check_tail(name, offsets, T=20, dtype=torch.float64, backend="loop")
 
 
-@pytest.mark.usefixtures("poison")
+@pytest.mark.usefixtures("empty_is_nan")
 @pytest.mark.parametrize("name", LAYER_CASES)
 def test_layers_read_nothing_of_it(name):
     """Its outputs are finite, and change neither states nor gradients."""

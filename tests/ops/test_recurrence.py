@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.inputs import GATES, RULES, explicit, member_inputs, results, same
-from support.pairwise import crossed, pairs
+from support.pairwise import parametrize_all, parametrize_pairs
 from support.refused import refused
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
@@ -65,7 +65,7 @@ def separately(cu_seqlens, initial_state, **x):
     return torch.cat(outputs, 1), torch.cat(states)
 
 
-@pairs(
+@parametrize_pairs(
     kind={f"{g}-{r}": (g, r) for g, r in MEMBERS},
     T=[1, 63, 64, 65, 200],
     heads=HEADS,
@@ -166,7 +166,7 @@ WIDTHS = {
 }
 
 
-@crossed(**WIDTHS, strength=(0.0, -1e-3, -5.0, -10.0, -20.0, "mixed"))
+@parametrize_all(**WIDTHS, strength=(0.0, -1e-3, -5.0, -10.0, -20.0, "mixed"))
 def test_gates_of_every_strength_chunk_by_chunk(strength, gate, rule, dtype):
     """Against the loop in fp64, which other tests hold to the equations."""
     x = member_inputs(gate, rule, T=135, strength=strength, dtype=dtype)
@@ -181,7 +181,7 @@ def test_gates_of_every_strength_chunk_by_chunk(strength, gate, rule, dtype):
             assert error <= tolerance, f"{backend}, dg in {chunk}: {error:.1e}"
 
 
-@crossed(**WIDTHS, clear=(-800.0, -1e4, -1e6, -1e9, -3e38, -np.inf))
+@parametrize_all(**WIDTHS, clear=(-800.0, -1e4, -1e6, -1e9, -3e38, -np.inf))
 def test_gates_around_one_that_clears_the_state(clear, gate, rule, dtype):
     """In a running sum that is too narrow they would be lost."""
     x = member_inputs(gate, rule, T=100, strength=-0.1, dtype=dtype)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from support.graphs import in_one_graph
 from support.inputs import results, same
-from support.pairwise import pairs
+from support.pairwise import parametrize_pairs
 from support.scan_inputs import scan_inputs, selective_scan_fn
 
 import fastweights as fw
@@ -87,8 +87,8 @@ OFFSETS = {
 }
 
 
-@pytest.mark.usefixtures("small_chunks", "poison")
-@pairs(
+@pytest.mark.usefixtures("small_chunks", "empty_is_nan")
+@parametrize_pairs(
     backend=PYTORCH,
     T=[20, 1, 2, 3, 4, 5, 7, 8, 13],
     G=[None, 1, 2, 6],

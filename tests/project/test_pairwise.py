@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from support.pairwise import all_but, crossed, in_turn, pairwise
+from support.pairwise import all_but, in_turn, pairwise, parametrize_all
 
 
 @pytest.mark.parametrize("sizes", [(4, 2, 8), (3, 2, 5), (2, 2, 2, 2), (3,)])
@@ -25,7 +25,7 @@ def test_a_rare_value_is_there_once():
 
 
 def test_all_combinations_are_there_and_the_rest_is_marked():
-    mark = crossed(x=[1, 2], y={"a": 3, "b": 4}, z=[5, 6])
+    mark = parametrize_all(x=[1, 2], y={"a": 3, "b": 4}, z=[5, 6])
     names, parameters = mark.args
     assert names == "x, y, z"
     every = itertools.product((1, 2), (3, 4), (5, 6))

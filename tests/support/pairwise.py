@@ -14,13 +14,13 @@ import pytest
 Axis = Sequence[Any] | Mapping[str, Any]
 
 
-def crossed(
-    *, seldom: Iterable[str] = (), **axes: Axis
+def parametrize_all(
+    *, covered_once: Iterable[str] = (), **axes: Axis
 ) -> pytest.MarkDecorator:
     """Parametrise by all combinations, those past a pairwise cover ``full``.
 
     An axis is a sequence of values, or a mapping from their ids. Values
-    whose ids are ``seldom`` are covered once, not with every other value.
+    whose ids are ``covered_once`` are so, not with every other value.
     """
     values = [_labelled(axis) for axis in axes.values()]
     sizes = [range(len(x)) for x in values]
@@ -28,7 +28,7 @@ def crossed(
         (axis, i)
         for axis, labelled in enumerate(values)
         for i, (label, _) in enumerate(labelled)
-        if label in seldom
+        if label in covered_once
     }
     cover = set(pairwise(sizes, rare))
     parameters = [
@@ -38,7 +38,7 @@ def crossed(
     return pytest.mark.parametrize(", ".join(axes), parameters)
 
 
-def pairs(**axes: Axis) -> pytest.MarkDecorator:
+def parametrize_pairs(**axes: Axis) -> pytest.MarkDecorator:
     """Parametrise by a cover of all pairs, and by nothing else."""
     values = [_labelled(axis) for axis in axes.values()]
     parameters = [
