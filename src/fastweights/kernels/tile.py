@@ -289,7 +289,7 @@ def sigmoid(b_z):
 
 
 @triton.jit
-def nonzero(b_beta):
+def away_from_zero(b_beta):
     """beta, or 1e-20 where |beta| is less: a factor that can be a divisor."""
     return tl.where(tl.abs(b_beta) < 1e-20, 1e-20, b_beta)
 

@@ -78,7 +78,7 @@ def store_dbeta(dbeta, b_dAek, b_beta, place, i_k, META: tl.constexpr):
     if i_k == 0:
         m_diag = tile.token_lag(META.BT) == 0
         b_diag = tl.where(m_diag, b_dAek, 0.0)  # [BT, BT]
-        b_dbeta = tl.sum(b_diag, axis=1) / tile.nonzero(b_beta)  # [BT]
+        b_dbeta = tl.sum(b_diag, axis=1) / tile.away_from_zero(b_beta)  # [BT]
         tile.store_rows(dbeta, b_dbeta[:, None], place, 0, NUMBERS)
 
 

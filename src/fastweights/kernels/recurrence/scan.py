@@ -493,14 +493,16 @@ def scan_bwd_kernel(
     It finds dv; dh, the gradient of the state that leaves each chunk; and
     that of the initial state. With y the gradient of what the delta rule
     writes, beta times the errors u, dv is beta y, and dbeta the sum over
-    values of u y. intra_bwd divides it out of dv, which therefore has
-    nonzero(beta); in fp16 dv would lose too much, and every value tile writes
-    its part here. With w what y would be without the later tokens' errors,
-    y = (I + R^T Diag(beta)) w. If dh is None it finds only what a segment adds
-    to the gradient of the state that enters it, and each border has two
-    programs: the segment before it, and the rest that may come after it. That
-    goes to border_grads [borders, HV, K, V], or for a sequence's first segment
-    to dinitial_state. Otherwise border_grads has the composed gradients.
+    values of u y. intra_bwd_kernel divides dbeta out of dv, in which beta is
+    therefore kept away_from_zero. In fp16 dv would lose too much, and every
+    value tile writes its part of dbeta here. With w what y would be without
+    the later tokens' errors, y = (I + R^T Diag(beta)) w.
+
+    Without dh it finds only what a segment adds to the gradient of the state
+    that enters it, and each border has two programs: the segment before it,
+    and the rest that may come after it. Their results go to border_grads
+    [borders, HV, K, V], or for a sequence's first segment to dinitial_state.
+    With dh border_grads has the composed gradients.
     """
     GATED: tl.constexpr = META.GATED
     PER_HEAD: tl.constexpr = META.PER_HEAD
@@ -605,7 +607,7 @@ def scan_bwd_kernel(
             if SUMS_DBETA:
                 b_dbeta = tl.sum(b_u * b_y, axis=1)[:, None]  # [BT, 1]
                 tile.store_rows(grads.dbeta, b_dbeta, place, i_v, PARTS)
-            b_dv = b_y if HAS_ERASE_KEY else b_y * tile.nonzero(b_beta)
+            b_dv = b_y if HAS_ERASE_KEY else b_y * tile.away_from_zero(b_beta)
         if not MAP:
             tile.store_rows(grads.dv, b_dv, place, i_v, VALUES)
 
