@@ -65,7 +65,7 @@ class RecurrenceMeta:
     No tuple, which a launch would take for a group of arguments.
     """
 
-    QK_HEADS: int  # HV for q_in, k_in, k_out of a gate per channel, else H
+    QK_HEADS: int  # HV for q_in and k_out of a gate per channel, else H
     HV: int
     K: int
     V: int  # 0 where no value is looked at
