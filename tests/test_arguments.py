@@ -53,6 +53,14 @@ def test_what_fits():
     arguments.check_dtype(torch.bfloat16)
 
 
+def test_a_rank_may_have_no_tokens_but_needs_a_head():
+    x = torch.zeros(1, 0, 0, 3)
+    operands = arguments.RecurrenceOperands(x, x, x)
+    need = re.escape("need [B, T, H, K] with B, H, K >= 1")
+    with pytest.raises(ValueError, match=need):
+        arguments.check_recurrence_arguments(operands, min_tokens=0)
+
+
 @pytest.mark.parametrize(
     ("rows", "kind", "need"),
     [

@@ -102,8 +102,8 @@ def check_recurrence_arguments(
     if k.shape != shape:
         refuse_shape("k", k, f"q's, {list(shape)}")
     if B < 1 or min_tokens > T or H < 1 or K < 1:
-        need = f"[B, T, H, K] with B, H, K >= 1 and T >= {min_tokens}"
-        refuse_shape("q", q, need)
+        sizes = "B, T, H, K" if min_tokens else "B, H, K"
+        refuse_shape("q", q, f"[B, T, H, K] with {sizes} >= 1")
     batch, length, HV, V = v.shape if v.dim() == 4 else 4 * (0,)
     if batch != B or length != T or HV < 1 or V < 1:
         refuse_shape("v", v, f"[{B}, {T}, HV, V] with HV, V >= 1")

@@ -543,9 +543,9 @@ k=ones(1, 5, 2, 3)
 k=ones(1, 6, 1, 3)
     ValueError: k: got shape [1, 6, 1, 3], need q's, [1, 6, 2, 3]
 q=ones(1, 0, 2, 3), k=ones(1, 0, 2, 3), v=ones(1, 0, 4, 5)
-    ValueError: q: got shape [1, 0, 2, 3], need [B, T, H, K] with B, H, K >= 1
+    ValueError: q: got shape [1, 0, 2, 3], need [B, T, H, K] with B, T, H, K
 q=ones(0, 6, 2, 3), k=ones(0, 6, 2, 3), v=ones(0, 6, 4, 5)
-    ValueError: q: got shape [0, 6, 2, 3], need [B, T, H, K] with B, H, K >= 1
+    ValueError: q: got shape [0, 6, 2, 3], need [B, T, H, K] with B, T, H, K
 v=ones(1, 6, 5)
     ValueError: v: got shape [1, 6, 5], need [1, 6, HV, V] with HV, V >= 1
 v=ones(1, 7, 4, 5)
