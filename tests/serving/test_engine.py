@@ -249,10 +249,13 @@ def test_a_model_whose_states_stay_takes_any_length():
     assert not engine.busy
 
 
-def tensor_bytes():
+def all_tensors():
     gc.collect()
-    some = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
-    return sum(x.untyped_storage().nbytes() for x in some)
+    return [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+
+
+def tensor_bytes():
+    return sum(x.untyped_storage().nbytes() for x in all_tensors())
 
 
 def bytes_of_states(prefixes):
@@ -272,6 +275,7 @@ def test_thousands_of_requests_and_steps_in_any_order(steps):
     begun, came, ended = {}, {}, 0
     engine.add(torch.arange(3), 3)
     run_engine(engine)
+    others = all_tensors()  # of other tests: none of them may go meanwhile
     before = tensor_bytes() - bytes_of_states(engine.prefix_cache)
 
     def begin(request):
@@ -318,3 +322,4 @@ def test_thousands_of_requests_and_steps_in_any_order(steps):
     assert sorted(engine.pool.free) == [0, 1, 2]
     assert 0 < engine.prefix_cache.nbytes <= 3000
     assert tensor_bytes() == before + bytes_of_states(engine.prefix_cache)
+    del others  # until here
