@@ -268,6 +268,7 @@ def bytes_of_states(prefixes):
 )
 def test_thousands_of_requests_and_steps_in_any_order(steps):
     """Added, forked, cancelled: each right, nothing lost, memory as before."""
+    others = all_tensors()  # of other tests: none of them may go meanwhile
     model = served_model(("gated_deltanet",), num_layers=1, dim=8, head_dim=4)
     engine, draw = make_engine(model, prefix_bytes=3000), random.Random(0)
     answer = functools.cache(functools.partial(generate_alone, model))
@@ -275,7 +276,6 @@ def test_thousands_of_requests_and_steps_in_any_order(steps):
     begun, came, ended = {}, {}, 0
     engine.add(torch.arange(3), 3)
     run_engine(engine)
-    others = all_tensors()  # of other tests: none of them may go meanwhile
     before = tensor_bytes() - bytes_of_states(engine.prefix_cache)
 
     def begin(request):
