@@ -1,5 +1,6 @@
 """Memories that look for a combination of traits."""
 
+import itertools
 import json
 
 import pytest
@@ -37,6 +38,17 @@ def test_two_habits_decide_a_value() -> None:
             assert alike.tolist() == pair.sort().values.tolist()
             other = keys[values == 0][:, pair] == found[0, pair]
             assert 0.02 < other.all(-1).float().mean() < 0.2  # both fit
+
+
+def test_habits_of_three_traits() -> None:
+    k, v, habits = hidden_habits.drawn(
+        20, 300, source=torch.Generator().manual_seed(3), traits=8, size=3
+    )
+    assert habits.shape == (20, 2, 3)
+    assert (v.square().mean() - hidden_habits.THREE_SQUARE).abs() < 0.02
+    for keys, values, three in zip(k, v, habits[:, 0], strict=True):
+        found = keys[values == 1][:, three]
+        assert (found == found[0]).all()
 
 
 def test_exactly_one_of_two_traits_decides_a_value() -> None:
@@ -138,6 +150,37 @@ def test_the_best_fit_is_a_fit_to_each_prefix(text) -> None:
         torch.testing.assert_close(got[:, t], want[:, 0, 0])
 
 
+@pytest.mark.parametrize("odd", [False, True])
+def test_a_programmer_averages_over_all_habits_that_fit(text, odd) -> None:
+    k, _ = (x[0] for x in text)
+    one, other = k.new_tensor([[0, 3], [4, 1]]).long()
+    v = hidden_habits.exactly_one(k, torch.stack([one, other]))
+    if not odd:
+        there = k > 0
+        v = there[:, one].all(1).double() - there[:, other].all(1).double()
+    sides = ((1,),) if odd else itertools.product((True, False), repeat=2)
+    fits = []
+    for (x, y), side in itertools.product(
+        itertools.combinations(range(6), 2), list(sides)
+    ):
+        there = k[:, [x, y]] > 0
+        fit = (
+            there.sum(1) == 1 if odd else (there == k.new_tensor(side)).all(1)
+        )
+        fits.append(((x, y), fit.double()))
+    values = torch.stack(
+        [
+            a - b
+            for (x, a), (y, b) in itertools.product(fits, fits)
+            if not {*x} & {*y}
+        ]
+    )
+    got = hidden_habits.by_programmer(k, v, odd)
+    for t in range(24):
+        so_far = (values[:, :t] == v[:t]).all(1)
+        torch.testing.assert_close(got[t], values[so_far, t].mean().float())
+
+
 def test_attention_averages_the_values_so_far(text) -> None:
     k, v = text
     got = hidden_habits.by_softmax(k, v, 3.0)
@@ -174,8 +217,13 @@ def test_the_program_prints_a_record(monkeypatch, capsys) -> None:
     hidden_habits.main()
     found = json.loads(capsys.readouterr().out)
     shipped = records.load("hidden_habits")
-    assert list(found) == list(shipped) == [*short, "the list"]
+    others = ["the list", "a programmer"]
+    assert list(found) == list(shipped) == [*short, *others]
     assert found.pop("the list") == shipped.pop("the list")[:1]
+    shipped_errors = shipped.pop("a programmer")
+    for kind, errors in found.pop("a programmer").items():
+        assert len(errors) == 1 and len(shipped_errors[kind]) == 4
+        assert len(errors[0]) == len(shipped_errors[kind][0]) == 4
     for name in found:
         shapes = [
             [torch.tensor(x).shape for x in rows]

@@ -4,15 +4,15 @@ A text is a codebase, and a key one of its functions, with traits that are each
 there or not. Every text hides two habits. A habit is a pair of traits and how
 each has to be, and a function fits it if both are so. The value is 1 where the
 first habit fits, less 1 where the second does. In some texts a habit fits
-where exactly one of its traits is there. A memory says what it expects of a
-function, is told the value, and learns. Its error is that of these guesses.
-What is slow is trained over many texts:
+where exactly one of its traits is there, and in some it has three traits. A
+memory says what it expects of a function, is told the value, and learns. Its
+error is that of these guesses. What is slow is trained over many texts:
 
     python -m fastweights_lab.experiments.hidden_habits > hidden_habits.json
 
-is the record in ``data``: the networks' trained starts, three seeds each, and
-how many functions the list of all features needs. It takes half an hour on
-one core.
+is the record in ``data``: the networks' trained starts, three seeds each, how
+many functions the list of all features needs, and the errors of a programmer
+who tries all pairs. It takes three quarters of an hour on one core.
 
 ``ttt`` reads as TTT's memories do (Sun et al. 2024): a matrix, or a network of
 GELU units, whose gradients are taken where a chunk of 16 begins, with one rate
@@ -58,23 +58,33 @@ SQUARE = 3 / 8
 ODD_SQUARE = 1 / 2
 """The same, if habits fit where exactly one trait is there."""
 
+THREE_SQUARE = 7 / 32
+"""The same, if habits have three traits."""
+
 ENOUGH = 0.1
 """The error at which habits count as found."""
 
+MOST = 2**22
+"""Pairs of habits at which the programmer begins to try each with each."""
+
 Keys = Float[Tensor, "*texts T K"]
 Values = Float[Tensor, "*texts T"]
-Habits = Int[Tensor, "*texts 2 2"]
+Habits = Int[Tensor, "*texts 2 size"]
 """The traits of each habit."""
 
 
-def new_habits(k: Keys, source: torch.Generator) -> tuple[Values, Habits]:
+def new_habits(
+    k: Keys, source: torch.Generator, size: int = 2
+) -> tuple[Values, Habits]:
     """The values of keys by two habits per text, and the habits."""
     *texts, T, traits = k.shape
-    four = torch.rand(*texts, 1, traits, generator=source).argsort(-1)[..., :4]
-    wanted = torch.randint(2, (*texts, 1, 4), generator=source)
-    there = k.gather(-1, four.expand(*texts, T, 4)) > 0
-    fits = (there == wanted).unflatten(-1, (2, 2)).all(-1).float()
-    return fits[..., 0] - fits[..., 1], four[..., 0, :].unflatten(-1, (2, 2))
+    order = torch.rand(*texts, 1, traits, generator=source).argsort(-1)
+    named = order[..., : 2 * size]
+    wanted = torch.randint(2, named.shape, generator=source)
+    there = k.gather(-1, named.expand(*texts, T, 2 * size)) > 0
+    fits = (there == wanted).unflatten(-1, (2, size)).all(-1).float()
+    habits = named[..., 0, :].unflatten(-1, (2, size))
+    return fits[..., 0] - fits[..., 1], habits
 
 
 def exactly_one(k: Keys, habits: Habits) -> Values:
@@ -86,12 +96,12 @@ def exactly_one(k: Keys, habits: Habits) -> Values:
 
 
 def drawn(
-    *shape: int, source: torch.Generator, traits: int
+    *shape: int, source: torch.Generator, traits: int, size: int = 2
 ) -> tuple[Keys, Values, Habits]:
     """Keys, of length 1, and values of texts [*texts, T], and their habits."""
     signs = 2.0 * torch.randint(2, (*shape, traits), generator=source) - 1
     k = signs / traits**0.5
-    return k, *new_habits(k, source)
+    return k, *new_habits(k, source, size)
 
 
 def drawn_odd(
@@ -103,11 +113,14 @@ def drawn_odd(
 
 
 def tested(
-    traits: int, texts: int = 128, functions: int = FUNCTIONS
+    traits: int,
+    texts: int = 128,
+    functions: int = FUNCTIONS,
+    size: int = 2,
 ) -> tuple[Keys, Values, Habits]:
     """The texts of all tests."""
     source = torch.Generator().manual_seed(99)
-    return drawn(texts, functions, source=source, traits=traits)
+    return drawn(texts, functions, source=source, traits=traits, size=size)
 
 
 def errors(
@@ -231,6 +244,54 @@ def by_list(k: Keys, v: Values) -> Values:
     return best_fit(agreement(k, k) + noise, v)
 
 
+def by_programmer(
+    k: Float[Tensor, "T K"], v: Float[Tensor, " T"], odd: bool = False
+) -> Float[Tensor, " T"]:
+    """Guesses for one text by the mean of all pairs of habits that fit so far.
+
+    Exact, once MOST pairs or fewer are left. Before, a habit has only to fit
+    the functions that show it: all that raise, or all that return None.
+
+    Args:
+        k, v: the text.
+        odd: habits fit where exactly one of their traits is there.
+    """
+    traits = torch.combinations(torch.arange(k.shape[1]))
+    x, y = (k > 0).mT[traits].unbind(1)
+    fits = x ^ y
+    if not odd:
+        fits = torch.cat([x & y, x & ~y, ~x & y, ~x & ~y])
+        traits = traits.repeat(4, 1)
+    # The fits of two habits differ by the values if coded sums do.
+    source = torch.Generator().manual_seed(0)
+    codes = torch.randint(2**40, v.shape, generator=source)
+    sums, total = torch.zeros(len(fits), dtype=torch.long), 0
+    first = second = torch.arange(len(fits))
+    said = []
+    for now, code, value in zip(fits.mT, codes, v.long(), strict=True):
+        weights = torch.ones(len(first), 1), torch.ones(1, len(second))
+        if len(first) * len(second) <= MOST:
+            alike = traits[first][:, None, :, None] == traits[second][:, None]
+            both = ~alike.flatten(2).any(-1)
+            both &= sums[first][:, None] - sums[second] == total
+            kept, others = both.any(1), both.any(0)
+            both = both[kept][:, others].float()
+            first, second = first[kept], second[others]
+            weights = both.sum(1, keepdim=True), both.sum(0, keepdim=True)
+        share, other = (
+            weights[0] / weights[0].sum(),
+            weights[1] / weights[1].sum(),
+        )
+        said.append(
+            now[first].float() @ share[:, 0] - other[0] @ now[second].float()
+        )
+        if value:
+            first = first[now[first] == (value > 0)]
+            second = second[now[second] == (value < 0)]
+        sums, total = sums + code * now, total + code * value
+    return torch.stack(said)
+
+
 def by_softmax(k: Keys, v: Values, sharpness: float) -> Values:
     """Guesses by attention from each key to the keys before it."""
     said = F.scaled_dot_product_attention(
@@ -327,11 +388,26 @@ TRAININGS = {
     "48 traits, exactly one, TTT": Training(
         48, draw=drawn_odd, start=ttt_start, read=ttt
     ),
+    "48 traits, three each, TTT": Training(
+        48,
+        functions=4 * FUNCTIONS,
+        draw=functools.partial(drawn, size=3),
+        start=ttt_start,
+        read=ttt,
+    ),
 }
 """By their names in the record."""
 
 LISTS = {12: 256, 24: 512, 48: 1536, 96: 5120}
 """Traits, and how many functions the list of all features reads."""
+
+
+def of_programmer(traits: int, odd: bool) -> Tensor:
+    """Errors of a programmer who tries all pairs."""
+    k, v, habits = tested(traits, TEXTS, 4 * EVERY)
+    v = exactly_one(k, habits) if odd else v
+    guesses = [by_programmer(*text, odd) for text in zip(k, v, strict=True)]
+    return errors(torch.stack(guesses), v, ODD_SQUARE if odd else SQUARE)
 
 
 def main() -> None:
@@ -340,7 +416,9 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", default=[*TRAININGS, "the list"])
+    parser.add_argument(
+        "names", nargs="*", default=[*TRAININGS, "the list", "a programmer"]
+    )
     parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
     found: dict[str, Any] = {}
@@ -350,6 +428,12 @@ def main() -> None:
                 needed(errors(by_list(k, v), v))
                 for k, v, _ in (tested(n, 8, T) for n, T in LISTS.items())
             ]
+            continue
+        if name == "a programmer":
+            found[name] = {
+                kind: [rounded(of_programmer(n, odd)) for n in LISTS]
+                for kind, odd in (("both", False), ("exactly one", True))
+            }
             continue
         traits, units, functions, draw, start, read = TRAININGS[name]
         slow = trained(
