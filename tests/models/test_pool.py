@@ -8,6 +8,7 @@ import torch
 from support import model_cases
 from support.pairwise import parametrize_all
 
+from fastweights.layers import LayerState
 from fastweights.models import LAYERS, StatePool
 
 SIZES = {"vocab_size": 31, "dim": 16, "head_dim": 8, "mlp_multiple": 16}
@@ -161,6 +162,36 @@ def goes_on(m, pool, row, prompt, new):
     """Whether the row answers to new tokens as its prompt alone does."""
     logits = logits_of(m, pool, [row], len(new), new[None])
     return (logits[0] - alone(m, prompt, new)[1:]).abs().max() < 1e-10
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        HYBRID,
+        ("softmax", "gated_deltanet"),
+        ("kda", "softmax", "mamba", "softmax", "lact"),
+        ("gated_deltanet", "kda"),
+    ],
+    ids="-".join,
+)
+def test_a_row_is_restored_whichever_layers_have_keys(pattern):
+    """From another pool's snapshot, and from states of the model's own."""
+    m, text = make_model(pattern), token_ids(20)
+    pool, other = (StatePool(m, size=2, capacity=20) for _ in range(2))
+    row = other.acquire()
+    logits_of(m, other, [row], 13, text[None, :13])
+    _, own = m(text[None, :12])
+    _, own = m(text[None, 12:13], own)  # which makes room for 24
+    for states in (other.snapshot(row), own):
+        row = pool.acquire()
+        pool.restore(row, states)
+        has_keys = states is not own or "softmax" in pattern
+        assert pool.tokens_read[row] == 13 * has_keys
+        assert goes_on(m, pool, row, text[:13], text[13:])
+    with pytest.raises(ValueError, match="other: got a state with"):
+        pool.restore(row, [*own[:-1], LayerState()])
+    assert pool.tokens_read[row] == 7 + 13 * has_keys
 
 
 @torch.no_grad()

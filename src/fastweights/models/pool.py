@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastweights.arguments import check_dtype, check_integers, check_sizes
 from fastweights.layers import LayerState
+from fastweights.layers.common.state import with_room
 from fastweights.models.config import LAYERS
 from fastweights.models.model import LanguageModel
 from fastweights.ops.decode import NARROW_STATE_DTYPES
@@ -135,24 +136,29 @@ class StatePool:
     def snapshot(self, row: int) -> list[LayerState]:
         """Copy a row's states, with the keys and values of its tokens only."""
         (row,) = self._checked_rows("row", [row])
-        return [state.clone() for state in self._row(row)]
+        states = self._row(row)
+        return [with_room(state, state.num_keys).clone() for state in states]
 
     def restore(self, row: int, snapshot: list[LayerState]) -> None:
-        """Copy a snapshot to a row, which may be another than its own."""
+        """Copy a snapshot to a row, which may be another than its own.
+
+        Or the states of one sequence after calls of the model, of whose
+        tokens ``tokens_read`` counts those that a layer has keys of.
+        """
         (row,) = self._checked_rows("row", [row])
-        self.tokens_read[row] = snapshot[0].num_keys
+        read = max((state.num_keys for state in snapshot), default=0)
         for state, copied in zip(self._row(row), snapshot, strict=True):
-            state.copy_(copied)
+            state.copy_(with_room(copied, read))
+        self.tokens_read[row] = read
 
     def _row(self, row: int) -> list[LayerState]:
         """A row's states, in the memory of the pool."""
-        used, states = self.tokens_read[row], []
+        states, read = [], self.tokens_read[row]
         for state in self.states:
-            tensors: dict[str, Any] = state.tensors()
-            tensors = {name: x[row, None] for name, x in tensors.items()}
-            for name in {"keys", "values"} & tensors.keys():
-                tensors[name] = tensors[name][:, :used]
-            states.append(LayerState(**tensors, num_keys=used))
+            tensors: Any = {
+                k: x[row, None] for k, x in state.tensors().items()
+            }
+            states.append(LayerState(**tensors, num_keys=read))
         return states
 
     def states_for(

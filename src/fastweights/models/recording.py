@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from fastweights import torch_internals
 from fastweights.arguments import TENSOR_TYPES
-from fastweights.layers import LayerState
+from fastweights.layers.common.state import with_room
 from fastweights.models.model import LanguageModel, LayerStates
 
 SPARE_TOKENS = 256
@@ -73,7 +72,7 @@ class Recording:
         here an eighth more than is used, until that is used too.
         """
         room = used + max(SPARE_TOKENS, used // 8)
-        views = [None if s is None else _with_room(s, room) for s in states]
+        views = [None if s is None else with_room(s, room) for s in states]
         self.graph = None  # its memory is the next one's
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()
@@ -93,14 +92,6 @@ class Recording:
 def _recording_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream of all recordings: cuBLAS keeps a workspace for each."""
     return torch.cuda.Stream(device)
-
-
-def _with_room(state: LayerState, room: int) -> LayerState:
-    """The same memory, of keys and values the first ``room`` tokens."""
-    if state.keys is None or state.values is None:
-        return replace(state)
-    keys, values = state.keys[:, :room], state.values[:, :room]
-    return replace(state, keys=keys, values=values)
 
 
 def is_recordable(model: LanguageModel, token: Tensor) -> bool:

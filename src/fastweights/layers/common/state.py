@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, final
 
 import torch
@@ -218,6 +218,14 @@ TENSORS = tuple(
 torch.export.register_dataclass(
     LayerState, serialized_type_name="fastweights.LayerState"
 )
+
+
+def with_room(state: LayerState, room: int) -> LayerState:
+    """The same memory, of keys and values the first ``room`` tokens."""
+    if state.keys is None or state.values is None:
+        return replace(state)
+    keys, values = state.keys[:, :room], state.values[:, :room]
+    return replace(state, keys=keys, values=values)
 
 
 def update_state(state: LayerState, after: LayerState) -> LayerState:
