@@ -321,7 +321,8 @@ def hindered(
     ] + [
         layer.b_proj.register_forward_hook(full_strength)
         for layer in model.modules()
-        if full and isinstance(layer, LinearRecurrence)
+        if isinstance(layer, LinearRecurrence)
+        if full and layer.b_proj is not None
     ]
     try:
         yield
