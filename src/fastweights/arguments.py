@@ -489,7 +489,7 @@ def is_readable(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch_internals.is_traced()
 
 
-def check_values(
+def check_values_if_enabled(
     operands: RecurrenceOperands, state_name: str = "initial_state"
 ) -> None:
     """Raise ValueError for the first argument whose values do not fit.
@@ -526,10 +526,10 @@ def check_values(
         check_offsets(cu_seqlens.tolist(), v.shape[1])
 
 
-def check_entries(need: str, /, **tensors: Tensor) -> None:
+def check_entries_if_enabled(need: str, /, **tensors: Tensor) -> None:
     """Raise ValueError unless all are "numbers", or "numbers < inf".
 
-    For what a member makes operands of, where check_values looks at those.
+    For what a member makes operands of: check_values_if_enabled sees those.
     """
     if CHECKS_VALUES and all(_has_values(x) for x in tensors.values()):
         # Nothing is equal to NaN.

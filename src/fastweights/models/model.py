@@ -27,7 +27,7 @@ from fastweights.layers.common.layer_arguments import check_one_of
 from fastweights.layers.common.plain_modules import (
     is_plain,
     is_plain_product,
-    register_forward,
+    remember_source_forward,
 )
 from fastweights.models.config import LAYERS, ModelConfig
 from fastweights.models.loss import (
@@ -43,7 +43,7 @@ LayerStates = list[LayerState | None]
 """Those of a model's layers, in their order."""
 
 
-@register_forward
+@remember_source_forward
 class SwiGLU(nn.Module):
     """W_down (silu(W_gate x) * W_up x) (Shazeer 2020).
 

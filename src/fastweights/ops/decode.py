@@ -20,7 +20,7 @@ from fastweights.arguments import (
     check_dtypes,
     check_recurrence_arguments,
     check_tensors,
-    check_values,
+    check_values_if_enabled,
     is_readable,
     refuse_shape,
 )
@@ -192,7 +192,7 @@ def _check(
     if torch.is_grad_enabled():
         _refuse_gradients(operands)
     check_backend(backend)
-    check_values(operands, "state")
+    check_values_if_enabled(operands, "state")
 
 
 def narrow_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:

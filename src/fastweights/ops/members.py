@@ -21,7 +21,7 @@ from torch import Tensor
 from fastweights.arguments import (
     RecurrenceOperands,
     check_dims,
-    check_entries,
+    check_entries_if_enabled,
     check_flags,
     check_gate,
     check_integers,
@@ -317,7 +317,7 @@ def gated_retention(
     check_dims("[B, T, HV, V]", v=v)
     narrow = (torch.float16, torch.bfloat16)
     check_gate("logits", logits, q, v, *narrow)
-    check_entries("numbers", logits=logits)
+    check_entries_if_enabled("numbers", logits=logits)
     check_numbers("> 0", temperature=temperature)
     dtype = compute_dtype(logits.dtype)
     g = F.logsigmoid(logits.to(dtype)) / temperature
@@ -427,7 +427,7 @@ def gated_deltanet2(
     check_dims("[B, T, HV, K]", g=g)
     check_strength("b", b, q, g.shape, k.shape)
     check_strength("w", w, q, v.shape)
-    check_entries("numbers", b=b, w=w)
+    check_entries_if_enabled("numbers", b=b, w=w)
     written, erase_key = gated_deltanet2_operands(k, v, b, w)
     return linear_recurrence(q, k, written, g, erase_key=erase_key, **options)
 
@@ -467,7 +467,7 @@ def comba(
     )
     check_dims("[B, T, HV]", g=g, beta=beta)
     check_strength("p", p, q, (*g.shape, k.shape[3]), k.shape)
-    check_entries("numbers", p=p, beta=beta)
+    check_entries_if_enabled("numbers", p=p, beta=beta)
     written, g, erase_key = comba_operands(v, p, g, beta)
     return linear_recurrence(q, k, written, g, erase_key=erase_key, **options)
 

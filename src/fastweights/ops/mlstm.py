@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastweights.arguments import (
     check_dims,
-    check_entries,
+    check_entries_if_enabled,
     check_gate,
     check_numbers,
 )
@@ -133,11 +133,11 @@ def _local_mlstm(
     if cu_seqlens is not None:
         tail = tail_mask(cu_seqlens, q.shape[1])[:, None]
         g, i = g.masked_fill(tail, 0), i.masked_fill(tail, 0)
-    check_entries("numbers < inf", i=i)
+    check_entries_if_enabled("numbers < inf", i=i)
     state = m = None
     if initial_state is not None:
         state, m = initial_state
-        check_entries("numbers < inf", **{"initial_state[1]": m})
+        check_entries_if_enabled("numbers < inf", **{"initial_state[1]": m})
         state = state.masked_fill(m.isneginf()[..., None, None], 0)
     dtype = compute_dtype(q.dtype)
     # An empty state is not cleared again: kernels are slower where they clear.
@@ -388,7 +388,7 @@ def mlstm_step(
     S, m = state
     dtype = compute_dtype(q.dtype)
     first = m if rows is None else m[clamp_rows(rows, m)]
-    check_entries("numbers < inf", i=i, **{"state[1]": first})
+    check_entries_if_enabled("numbers < inf", i=i, **{"state[1]": first})
     decay, weight, floor, last = gates_in_units(
         g, i, first, None, dtype, empty_decay=MIN_LOG_DECAY
     )

@@ -128,8 +128,8 @@ def linear_recurrence(
         must fit.
 
     With ``FASTWEIGHTS_CHECK=1`` in the environment when fastweights is
-    imported, values are checked too: see
-    :func:`fastweights.arguments.check_values`. FLOP counters count what
+    imported, :func:`fastweights.arguments.check_values_if_enabled` looks at
+    values too. FLOP counters count what
     :mod:`fastweights.ops.common.flops` says. DTensors go through
     ``torch.distributed.tensor.experimental.local_map``, sharded over heads:
     Shard(2) of what has tokens, Shard(1) of the states.

@@ -16,7 +16,7 @@ from fastweights.arguments import (
     RecurrenceOperands,
     RecurrenceOptions,
     check_recurrence_arguments,
-    check_values,
+    check_values_if_enabled,
 )
 from fastweights.dtypes import without_autocast
 from fastweights.heads import state_shape
@@ -73,7 +73,7 @@ def recurrence_over_ranks(
         if initial_state is not None or summed:
             shard = shard_of(ranks, q, T, cu_seqlens)
             states = shard.initial_states(states)
-        check_values(RecurrenceOperands(*tokens))
+        check_values_if_enabled(RecurrenceOperands(*tokens))
         operands = RecurrenceOperands(*tokens, states, cu_seqlens)
         operands, options = prepare_call(operands, scale, chunk_size, backend)
         o, state = RECURRENCE_ON_RANKS(*operands, *options)

@@ -17,7 +17,7 @@ from fastweights.arguments import (
     RecurrenceOperands,
     RecurrenceOptions,
     check_recurrence_arguments,
-    check_values,
+    check_values_if_enabled,
 )
 from fastweights.dtypes import compute_dtype, without_autocast
 from fastweights.heads import per_value_head, state_shape
@@ -45,7 +45,7 @@ def local_recurrence(
     """linear_recurrence of sequences that are here as a whole."""
     check_recurrence_arguments(operands, scale=scale, chunk_size=chunk_size)
     check_backend(backend)
-    check_values(operands)
+    check_values_if_enabled(operands)
     operands, options = prepare_call(operands, scale, chunk_size, backend)
     if backend == "loop":
         record_run("loop forward")

@@ -22,7 +22,7 @@ from fastweights.arguments import (
     check_sizes,
 )
 from fastweights.layers.common.layer_arguments import check_input
-from fastweights.layers.common.plain_modules import register_forward
+from fastweights.layers.common.plain_modules import remember_source_forward
 from fastweights.layers.common.state import (
     LayerState,
     Offsets,
@@ -110,7 +110,7 @@ class CheckedModule(nn.Module):
             cls.__init__ = checked  # type: ignore[method-assign]
 
 
-@register_forward
+@remember_source_forward
 class Layer(CheckedModule):
     """A layer: y, state = layer(x, state, cu_seqlens).
 
