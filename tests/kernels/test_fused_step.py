@@ -43,7 +43,7 @@ def test_tokens_are_those_of_one_pass(rows, case, device):
     tokens = torch.randint(VOCAB_SIZE, (rows, 6), device=device)
     with torch.no_grad():
         wanted, _ = m(tokens)
-        states = m(tokens[:, :4], m.new_states(rows, 8))[1]
+        states = m(tokens[:, :4], m.preallocate_states(rows, 8))[1]
     found, ran = read_by_tokens(m, tokens[:, 4:], states)
     assert relative_error(found, wanted[:, 4:]) <= 5e-6
     recurrent = not case.startswith("softmax")
@@ -59,7 +59,7 @@ def test_some_tokens_at_once(rows, T, case, device):
     tokens = torch.randint(VOCAB_SIZE, (rows, 4 + 2 * T), device=device)
     n = torch.tensor([2, 5], device=device)[:rows]
     with torch.no_grad(), record_backends() as ran:
-        states = m(tokens[:, :4], m.new_states(rows, 40))[1]
+        states = m(tokens[:, :4], m.preallocate_states(rows, 40))[1]
         first = tokens[:, 4 : 4 + T]
         states[0].num_accepted = n
         found, states = m(first, states)

@@ -24,7 +24,7 @@ def test_tokens_are_those_of_one_pass(dtype, case):
     tokens = torch.randint(VOCAB_SIZE, (3, 6))
     with torch.no_grad():
         wanted, _ = m(tokens)
-        states = m(tokens[:, :4], m.new_states(3, 8))[1]
+        states = m(tokens[:, :4], m.preallocate_states(3, 8))[1]
     found, ran = read_by_tokens(m, tokens[:, 4:], states)
     assert relative_error(found, wanted[:, 4:]) <= BUDGET[dtype]
     recurrent = not case.startswith("softmax")
@@ -77,7 +77,7 @@ def test_what_somebody_has_touched_is_called(touch):
     tokens = torch.randint(VOCAB_SIZE, (1, 3))
     with torch.no_grad():
         wanted, _ = m(tokens)
-        states = m(tokens[:, :1], m.new_states(1, 4))[1]
+        states = m(tokens[:, :1], m.preallocate_states(1, 4))[1]
     found, ran = read_by_tokens(m, tokens[:, 1:], states)
     assert not ran
     assert relative_error(found, wanted[:, 1:]) <= 5e-6
@@ -89,7 +89,7 @@ def test_a_hook_of_the_mlp_sees_every_token():
     m.blocks[0].mlp.register_forward_hook(lambda *_: seen.append(1))
     tokens = torch.randint(VOCAB_SIZE, (1, 3))
     with torch.no_grad():
-        states = m(tokens[:, :1], m.new_states(1, 4))[1]
+        states = m(tokens[:, :1], m.preallocate_states(1, 4))[1]
     _, ran = read_by_tokens(m, tokens[:, 1:], states)
     assert len(seen) == 3 and len(ran) == 2
 
@@ -101,7 +101,7 @@ def test_norms_behind_a_layer_are_the_modules_matter():
     tokens = torch.randint(VOCAB_SIZE, (2, 3))
     with torch.no_grad():
         wanted, _ = m(tokens)
-        states = m(tokens[:, :1], m.new_states(2, 4))[1]
+        states = m(tokens[:, :1], m.preallocate_states(2, 4))[1]
     found, ran = read_by_tokens(m, tokens[:, 1:], states)
     assert not ran
     assert relative_error(found, wanted[:, 1:]) <= 5e-6
@@ -122,6 +122,6 @@ def test_gradients_graphs_and_autocast_are_the_modules_matter():
             assert not fused_step.fits_fused_step(x)
     with record_backends() as ran:
         tokens = torch.randint(VOCAB_SIZE, (1, 2))
-        states = m(tokens[:, :1], m.new_states(1, 4))[1]
+        states = m(tokens[:, :1], m.preallocate_states(1, 4))[1]
         m(tokens[:, 1:], states)[0].sum().backward()
     assert "torch fused_step" not in ran

@@ -98,7 +98,7 @@ parameter_groups(DeltaNet(8, 2), -1.0)
     ValueError: weight_decay: got -1.0, need >= 0
 DeltaNet(8, 2).state_bytes(0)
     ValueError: T: got 0, need an integer >= 1
-SoftmaxAttention(8, 4).new_state(2, 0)
+SoftmaxAttention(8, 4).preallocate_state(2, 0)
     ValueError: capacity: got 0, need an integer >= 1
 HeadsConvolution(2, (4, 4))
     TypeError: heads: got 2, need two ints, H and HV

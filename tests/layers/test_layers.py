@@ -162,7 +162,8 @@ def derivative(name, fast):
         z, after = call(layer, given, (more, after))
         changed = dict(zip(fields, rest[len(names) :], strict=True))
         other = LayerState(
-            **{**state.tensors(), **changed}, num_keys=state.num_keys
+            **{**state.tensors(), **changed},
+            tokens_read=state.tokens_read,
         )
         w, last = call(layer, given, (more, other))
         if name == "mlstm":
@@ -249,7 +250,7 @@ def test_compiled(name):
     torch.testing.assert_close(*results)
     with torch.no_grad():
         if isinstance(layer, SoftmaxAttention):
-            state = layer.new_state(2, 32)
+            state = layer.preallocate_state(2, 32)
             layer(x, state)
         else:
             _, state = layer(x)

@@ -49,7 +49,7 @@ def test_in_rows_of_a_pool(name):
     x = hidden(4, 11).double()
     pool = layer(x[:, :5])[1]
     if pool.keys is not None:  # pools do not grow
-        room = layer.new_state(4, 16)
+        room = layer.preallocate_state(4, 16)
         room.copy_(pool)
         pool = room
     before = pool.clone()

@@ -58,7 +58,7 @@ def test_a_new_one_with_gradients(name, length):
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_room_is_left_alone_with_gradients(name):
     layer = make_layer(name)
-    state = layer.new_state(2, 32)
+    state = layer.preallocate_state(2, 32)
     with torch.no_grad():
         layer(hidden(2, 5), state)
     before = state.clone().tensors()
@@ -74,7 +74,7 @@ def test_moved_and_cloned(name):
     away = state.to("meta").tensors()
     assert all(t.is_meta for t in away.values())
     copied = state.clone()
-    assert equal(copied, state) and copied.num_keys == state.num_keys
+    assert equal(copied, state) and copied.tokens_read == state.tokens_read
     assert not set(places(copied).values()) & set(places(state).values())
     for t in copied.tensors().values():
         t.zero_()
@@ -117,18 +117,18 @@ def test_rows_copied_in(name):
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_rows_copied_into_more_room(name):
     layer = make_layer(name)
-    state = layer.new_state(3, 32)
+    state = layer.preallocate_state(3, 32)
     prompts = [hidden(1, n, seed=n) for n in (4, 9, 6)]
     for n, prompt in enumerate(prompts):
         state.copy_(layer(prompt)[1], torch.tensor([n]))
-    assert state.num_keys == 9 and state.position.tolist() == [4, 9, 6]
+    assert state.tokens_read == 9 and state.position.tolist() == [4, 9, 6]
     more, where = hidden(3, 2, seed=1), places(state)
     y, _ = layer(more, state)
     assert places(state) == where
     for n, prompt in enumerate(prompts):
         whole, _ = layer(torch.cat([prompt, more[n : n + 1]], 1))
         torch.testing.assert_close(y[n : n + 1], whole[:, -2:])
-    short = layer.new_state(1, 3)
+    short = layer.preallocate_state(1, 3)
     with pytest.raises(ValueError, match=r"other: got keys of shape \[1, 4"):
         short.copy_(layer(prompts[0])[1])
 
@@ -145,13 +145,13 @@ def test_softmax_grows():
         sizes.append(state.keys.shape[1])
     torch.testing.assert_close(torch.cat(outputs, 1), want)
     assert sorted(set(sizes)) == [1, 2, 4, 8, 16, 32, 64]
-    assert state.num_keys == 40 and state.position.tolist() == [40, 40]
+    assert state.tokens_read == 40 and state.position.tolist() == [40, 40]
 
 
 @torch.no_grad()
 def test_softmax_stays_where_there_is_room():
     layer = make_layer("softmax-options")
-    state = layer.new_state(2, 40)
+    state = layer.preallocate_state(2, 40)
     assert state.nbytes == 2 * 2 * 40 * 2 * 4 * 4 + 2 * 8
     where, x, outputs = places(state), hidden(2, 40), []
     for part in x.split([7, 1, 20, 12], 1):
@@ -161,7 +161,7 @@ def test_softmax_stays_where_there_is_room():
     torch.testing.assert_close(torch.cat(outputs, 1), layer(x)[0])
     layer(x[:, :1], state)
     assert places(state)["keys"] != where["keys"]
-    half = layer.new_state(1, 3, dtype=torch.bfloat16, device="meta")
+    half = layer.preallocate_state(1, 3, dtype=torch.bfloat16, device="meta")
     assert half.keys.dtype == torch.bfloat16 and half.values.is_meta
 
 
@@ -169,7 +169,7 @@ def test_softmax_stays_where_there_is_room():
 def test_softmax_counts_a_packs_tokens_by_sequence():
     """A row with 8 tokens goes on by one, beside a prompt of 6."""
     layer, x = make_layer("softmax"), hidden(1, 20)
-    state = layer.new_state(2, 10)
+    state = layer.preallocate_state(2, 10)
     layer(x[:, :8], state, torch.tensor([0, 8, 8]))
     where = places(state)
     for n in (8, 9):
@@ -178,10 +178,10 @@ def test_softmax_counts_a_packs_tokens_by_sequence():
         torch.testing.assert_close(y[:, 0], layer(x[:, : n + 1])[0][:, n])
         ref = layer(x[:, n + 1 : n + 7])[0]
         torch.testing.assert_close(y[:, 1:7], ref)
-        assert places(state) == where and state.num_keys == n + 1
+        assert places(state) == where and state.tokens_read == n + 1
     layer(x[:, :2], state, torch.tensor([0, 1, 2]))
     assert state.keys.shape[1] == 20
-    state = layer.new_state(2, 12)
+    state = layer.preallocate_state(2, 12)
     layer(x[:, :5], state, torch.tensor([0, 5, 5]))
     for n in (5, 6):
         state.position[1] = 0
@@ -189,13 +189,13 @@ def test_softmax_counts_a_packs_tokens_by_sequence():
     where = places(state)
     y, _ = layer(x[:, 7:9].expand(2, -1, -1), state)
     torch.testing.assert_close(y[:1], layer(x[:, :9])[0][:, 7:])
-    assert places(state) == where and state.num_keys == 9
+    assert places(state) == where and state.tokens_read == 9
 
 
 @torch.no_grad()
 def test_a_state_of_another_dtype_than_the_layer():
     layer = make_layer("softmax")
-    state = layer.new_state(2, 8, dtype=torch.bfloat16)
+    state = layer.preallocate_state(2, 8, dtype=torch.bfloat16)
     y, _ = layer(hidden(2, 5), state)
     assert state.keys.dtype == torch.bfloat16
     torch.testing.assert_close(y, layer(hidden(2, 5))[0], rtol=0.05, atol=0.05)
@@ -306,7 +306,7 @@ def test_an_empty_state_is_a_start():
     layer = make_layer("softmax")
     assert isinstance(layer, SoftmaxAttention)
     x = hidden(2, 5)
-    y, _ = layer(x, layer.new_state(2, 5))
+    y, _ = layer(x, layer.preallocate_state(2, 5))
     torch.testing.assert_close(y, layer(x)[0])
 
 
@@ -372,9 +372,9 @@ s.at(torch.ones(2), 0)
 s.at(tensor([1, 1]), 0)
     ValueError: rows: got [1, 1], need each row once
 s.at(tensor([1]), -5)
-    ValueError: num_keys: got -5, need an integer >= 0
+    ValueError: tokens_read: got -5, need an integer >= 0
 s.at(tensor([1]), 0.5)
-    TypeError: num_keys: got float, need an int
+    TypeError: tokens_read: got float, need an int
 s.select([0])
     TypeError: rows: got list, need a Tensor
 s.select(tensor([0, 3]))

@@ -260,7 +260,7 @@ def test_attention_costs_by_what_was_read():
     T = tokens.shape[1]
 
     def cost(capacity, prompt=False):
-        states = m.new_states(1, capacity)
+        states = m.preallocate_states(1, capacity)
         with Largest() as largest:
             _, states = m(tokens[:, :-1], states)
         if prompt:
@@ -449,7 +449,7 @@ models.cross_entropy(torch.randn(3, 4), torch.randn(9, 4), token_ids(2) % 9)
     ValueError: targets: got shape [2], need
 m.state_bytes(-4)
     ValueError: T: got -4, need an integer >= 1
-m.new_states(0, 3)
+m.preallocate_states(0, 3)
     ValueError: num_sequences: got 0, need an integer >= 1
 """
 

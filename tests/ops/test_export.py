@@ -37,7 +37,7 @@ def dynamic(state):
         {0: Dim.DYNAMIC} if isinstance(x, torch.Tensor) else Dim.DYNAMIC
         for x in there
         if isinstance(x, torch.Tensor) or x
-    ] + [None] * (state.num_keys == 0)
+    ] + [None] * (state.tokens_read == 0)
 
 
 PATTERNS = [
@@ -57,7 +57,7 @@ def test_one_program_for_every_step_of_decoding(pattern):
     kinds = tuple(pattern.split("*"))
     m = LanguageModel(ModelConfig(**config, num_layers=2, pattern=kinds))
     text = torch.randint(31, (3, 20))
-    _, states = m(text[:, :9], m.new_states(3, 40))
+    _, states = m(text[:, :9], m.preallocate_states(3, 40))
     program = export(
         m,
         (text[:, :1], [state.clone() for state in states]),

@@ -356,7 +356,7 @@ def states(rank, spread, room):
     tokens, cu = token_ids(*spread.shape), spread.offsets
     want = own = None
     if room:
-        want, own = (whole.new_states(spread.N, 40) for _ in range(2))
+        want, own = (whole.preallocate_states(spread.N, 40) for _ in range(2))
     for _ in range(2):
         logits, want = whole(tokens, want, cu)
         with spread.context():

@@ -119,7 +119,7 @@ class SoftmaxAttention(Layer):
         )
         self.o_proj = nn.Linear(H * K, dim, bias=False, **factory)
 
-    def new_state(
+    def preallocate_state(
         self,
         num_sequences: int,
         capacity: int,
@@ -218,7 +218,8 @@ def attend_with_state(
         both = ranks.gather_tokens(torch.cat([k, v], -1))
         k, v = both.chunk(2, -1)
     # No sequence has read a token; asked before one is written in place.
-    is_first = state is None or (state.num_keys == 0 and not is_recorded(q))
+    recorded = is_recorded(q)
+    is_first = state is None or not (recorded or state.tokens_read)
     o = None
     if is_first:
         end = start + T
@@ -232,7 +233,7 @@ def attend_with_state(
         k, v = unpacked.spread(k), unpacked.spread(v)
         position = unpacked.position_after()
         return o, LayerState(
-            keys=k, values=v, position=position, num_keys=k.shape[1]
+            keys=k, values=v, position=position, tokens_read=k.shape[1]
         )
     position = token_positions(k.shape[1], q.device, state, cu_seqlens)
     q_rows, q_position = unpacked, position
@@ -244,8 +245,9 @@ def attend_with_state(
     if o is not None:
         return o, after
     keys, values = after.tensor("keys"), after.tensor("values")
-    if not is_recorded(q):  # else the room for all tokens that may come
-        keys, values = keys[:, : after.num_keys], values[:, : after.num_keys]
+    if not recorded:  # else the room for all tokens that may come
+        read = after.tokens_read
+        keys, values = keys[:, :read], values[:, :read]
     if state.rows is not None:
         rows = clamp_rows(state.rows, keys)
         keys, values = keys[rows], values[rows]
@@ -275,7 +277,7 @@ def append_keys(
     Without gradients they are written in place, into a copy if the state has
     no room for them; with gradients, always into a copy.
     """
-    used, read = state.num_keys + k.shape[1], unpacked.position_after()
+    used, read = state.tokens_read + k.shape[1], unpacked.position_after()
     rows = state.rows
     if unpacked.cu_seqlens is not None:
         # Each token is a row of its own, and of none after the last sequence.
@@ -308,8 +310,10 @@ def append_keys(
         for x, new in ((keys, k), (values, v)):
             new = new[source].to(x.dtype)
             x.index_put_(index, new.where(exists, x[index]))
-    used = max(used, state.num_keys)
-    return LayerState(keys=keys, values=values, position=read, num_keys=used)
+    used = max(used, state.tokens_read)
+    return LayerState(
+        keys=keys, values=values, position=read, tokens_read=used
+    )
 
 
 def grow_to(x: Tensor, capacity: int) -> Tensor:

@@ -38,7 +38,8 @@ def prefill(
     if device.type == "meta":  # it is fetched when it is called
         device = prompts[0].device
     lengths = [len(prompt) for prompt in prompts]
-    states = model.new_states(len(prompts), max(lengths) + room, device=device)
+    capacity = max(lengths) + room
+    states = model.preallocate_states(len(prompts), capacity, device=device)
     packed = torch.cat([prompt.to(device) for prompt in prompts])[None]
     if len(prompts) == 1:
         x, after = model.hidden(packed, states)

@@ -377,7 +377,7 @@ class LanguageModel(CheckedModule):
         every = torch.arange(self.config.vocab_size, device=x.device)
         return self.embedding(every[None])[0]
 
-    def new_states(
+    def preallocate_states(
         self,
         num_sequences: int,
         capacity: int,
@@ -393,7 +393,8 @@ class LanguageModel(CheckedModule):
         check_sizes(num_sequences=num_sequences, capacity=capacity)
         states = []
         for block in self.blocks:
-            make = getattr(block.get_submodule("layer"), "new_state", None)
+            layer = block.get_submodule("layer")
+            make = getattr(layer, "preallocate_state", None)
             state = make and make(num_sequences, capacity, device=device)
             states.append(state)
         return states

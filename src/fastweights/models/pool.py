@@ -60,7 +60,7 @@ class StatePool:
         *,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if not hasattr(model, "new_states"):
+        if not hasattr(model, "preallocate_states"):
             raise TypeError(
                 f"model: got {type(model).__name__}, need a LanguageModel"
             )
@@ -73,7 +73,7 @@ class StatePool:
             torch.autocast(device.type, enabled=False),
         ):
             token = torch.zeros(size, 1, dtype=torch.int64, device=device)
-            _, states = model(token, model.new_states(size, capacity))
+            _, states = model(token, model.preallocate_states(size, capacity))
             self.states: list[LayerState] = [
                 state for state in states if state is not None
             ]
@@ -136,8 +136,8 @@ class StatePool:
     def snapshot(self, row: int) -> list[LayerState]:
         """Copy a row's states, with the keys and values of its tokens only."""
         (row,) = self._checked_rows("row", [row])
-        states = self._row(row)
-        return [with_room(state, state.num_keys).clone() for state in states]
+        read = self.tokens_read[row]
+        return [with_room(state, read).clone() for state in self._row(row)]
 
     def restore(self, row: int, snapshot: list[LayerState]) -> None:
         """Copy a snapshot to a row, which may be another than its own.
@@ -146,7 +146,7 @@ class StatePool:
         tokens ``tokens_read`` counts those that a layer has keys of.
         """
         (row,) = self._checked_rows("row", [row])
-        read = max((state.num_keys for state in snapshot), default=0)
+        read = max((state.tokens_read for state in snapshot), default=0)
         for state, copied in zip(self._row(row), snapshot, strict=True):
             state.copy_(with_room(copied, read))
         self.tokens_read[row] = read
@@ -155,10 +155,8 @@ class StatePool:
         """A row's states, in the memory of the pool."""
         states, read = [], self.tokens_read[row]
         for state in self.states:
-            tensors: Any = {
-                k: x[row, None] for k, x in state.tensors().items()
-            }
-            states.append(LayerState(**tensors, num_keys=read))
+            rows: Any = {k: x[row, None] for k, x in state.tensors().items()}
+            states.append(LayerState(**rows, tokens_read=read))
         return states
 
     def states_for(
@@ -238,7 +236,7 @@ class StatePool:
         """
         yield states
         self.add_tokens_read(count_of, count_of.values())
-        if any(state.num_keys > most for state in states):
+        if any(state.tokens_read > most for state in states):
             self._recount()
 
     def _overfull_rows(self, count_of: dict[int, int]) -> list[int]:

@@ -50,14 +50,14 @@ class Recording:
             self.warm = True
             return step(states)
         grows = [s for s in states if s is not None and s.keys is not None]
-        most = max((s.num_keys for s in grows), default=0)
+        most = max((s.tokens_read for s in grows), default=0)
         used = most + self.tokens_per_row
         if self.graph is None or (grows and used > self.room):
             self._record(step, states, used)
         assert self.graph is not None
         self.graph.replay()
         for state in grows:
-            state.num_keys += self.tokens_per_row
+            state.tokens_read += self.tokens_per_row
         return states
 
     def _record(

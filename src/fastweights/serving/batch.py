@@ -116,7 +116,7 @@ class Batch:
         room = min(blocks * KEYS_PER_BLOCK, self.pool.capacity)
         for state in self.states:
             if state is not None:
-                state.num_keys = room - 1
+                state.tokens_read = room - 1
         greedy = all(x.temperature == 0 for x in requests)
         whole_distribution = greedy or all(x.top_p == 1 for x in requests)
         sampling = replace(

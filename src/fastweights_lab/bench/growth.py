@@ -119,13 +119,13 @@ def decoded(capacity: int) -> tuple[Run, Run]:
     token = torch.zeros(1, 1, dtype=torch.int64)
 
     def made(capacity: int) -> Run:
-        states = m.new_states(1, capacity)
+        states = m.preallocate_states(1, capacity)
 
         @torch.no_grad()
         def run() -> None:
             for state in states:
                 state.position.zero_()  # type: ignore[union-attr]
-                state.num_keys = 0  # type: ignore[union-attr]
+                state.tokens_read = 0  # type: ignore[union-attr]
             after = states
             for _ in range(8):
                 _, after = m(token, after)

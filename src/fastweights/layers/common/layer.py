@@ -141,7 +141,7 @@ class Layer(CheckedModule):
         """
         return self.uses_decode_step
 
-    new_state: Callable[..., LayerState] | None = None
+    preallocate_state: Callable[..., LayerState] | None = None
     """Where states grow: makes an empty one of (num_sequences, capacity)."""
 
     def forward(
@@ -235,7 +235,7 @@ class Layer(CheckedModule):
         They are those of the first state that a call has made; before that, of
         a meta state, for which PyTorch loads its compiler.
         """
-        make = self.new_state
+        make = self.preallocate_state
         return _row_shapes(make(1, 1) if make else self.meta_state(1))
 
 
@@ -256,14 +256,14 @@ def compute_by_token(
         name: state.batch_rows(name).clone() for name in state.tensors()
     }
     copies = {name: t.clone() for name, t in states_kept.items()}
-    stepped = LayerState(**copies, num_keys=state.num_keys)
+    stepped = LayerState(**copies, tokens_read=state.tokens_read)
     for t, token in enumerate(x.split(1, 1)):
         y, stepped = compute(token, stepped, None)
         outputs.append(y)
         for name, new in stepped.tensors().items():
             taken = (t < num_accepted).view(-1, *[1] * (new.dim() - 1))
             states_kept[name] = torch.where(taken, new, states_kept[name])
-    after = LayerState(**states_kept, num_keys=stepped.num_keys)
+    after = LayerState(**states_kept, tokens_read=stepped.tokens_read)
     return torch.cat(outputs, 1), after
 
 

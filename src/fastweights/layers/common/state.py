@@ -29,8 +29,8 @@ class LayerState:
     int64. The other fields may be in any dtype: a call converts them to its
     own, or to autocast's, and where it writes in place, back.
 
-    The tensors are its memory. ``num_keys`` is a bound that each call moves
-    on, so that none asks the device. ``rows``, ``all_inside`` and
+    The tensors are its memory. ``tokens_read`` is a bound that each call
+    moves on, so that none asks the device. ``rows``, ``all_inside`` and
     ``num_accepted`` are for the next call: they say what it does with the
     memory, and copies do not have them.
 
@@ -61,8 +61,9 @@ class LayerState:
     position: Int[Tensor, " N"] | None = None
     """Tokens read by each sequence, where a layer needs to know."""
 
-    num_keys: int = 0
-    """Tokens that any sequence has in ``keys``, at most."""
+    tokens_read: int = 0
+    """Tokens that any sequence has read, at most, where a layer has ``keys``.
+    Calls of other layers leave it as it is."""
 
     rows: Int[Tensor, " B"] | None = None
     """The row of each sequence of the next call in a pool; -1: it has none."""
@@ -80,7 +81,7 @@ class LayerState:
         fields = [(name, getattr(self, name)) for name in TENSORS]
         return {name: x for name, x in fields if isinstance(x, Tensor)}
 
-    def at(self, rows: Int[Tensor, " B"], num_keys: int) -> LayerState:
+    def at(self, rows: Int[Tensor, " B"], tokens_read: int) -> LayerState:
         """This state's memory as a pool, for calls without gradients.
 
         Sequence b of these calls has row rows[b], and the other rows stay as
@@ -89,24 +90,26 @@ class LayerState:
 
         Args:
             rows: int32 or int64, on the state's device.
-            num_keys: the most tokens that one of these rows has read.
+            tokens_read: the most tokens that one of these rows has read.
         """
-        check_integers(num_keys=num_keys)
-        if num_keys < 0:
-            raise ValueError(f"num_keys: got {num_keys}, need an integer >= 0")
+        check_integers(tokens_read=tokens_read)
+        if tokens_read < 0:
+            raise ValueError(
+                f"tokens_read: got {tokens_read}, need an integer >= 0"
+            )
         check_rows(rows, None, self.size, allow_no_row=True)
-        return self.at_unchecked(rows, num_keys)
+        return self.at_unchecked(rows, tokens_read)
 
     def at_unchecked(
         self,
         rows: Int[Tensor, " B"],
-        num_keys: int,
+        tokens_read: int,
         all_inside: bool | None = None,
     ) -> LayerState:
         """The same as :meth:`at`, of rows known to be right."""
         return LayerState(
             **self.tensors(),
-            num_keys=num_keys,
+            tokens_read=tokens_read,
             rows=rows,
             all_inside=all_inside,
         )
@@ -135,7 +138,7 @@ class LayerState:
 
     def _map(self, function: Any) -> LayerState:
         changed = {k: function(x) for k, x in self.tensors().items()}
-        return LayerState(**changed, num_keys=self.num_keys)
+        return LayerState(**changed, tokens_read=self.tokens_read)
 
     def to(self, device: torch.device | str) -> LayerState:
         """The state on another device, as Tensor.to."""
@@ -195,7 +198,7 @@ class LayerState:
                 x.index_copy_(0, rows, theirs[name].to(x.dtype))
             elif x is not theirs[name]:
                 x.copy_(theirs[name])
-        self.num_keys = max(self.num_keys, other.num_keys)
+        self.tokens_read = max(self.tokens_read, other.tokens_read)
 
     @property
     def size(self) -> int:
@@ -211,7 +214,7 @@ class LayerState:
 TENSORS = tuple(
     f.name
     for f in fields(LayerState)
-    if f.name not in ("num_keys", "rows", "all_inside", "num_accepted")
+    if f.name not in ("tokens_read", "rows", "all_inside", "num_accepted")
 )
 
 # In what torch.export and others take apart, a state is its fields.
@@ -239,7 +242,7 @@ def update_state(state: LayerState, after: LayerState) -> LayerState:
                 x.index_copy_(0, state.rows, new.to(x.dtype))
             else:
                 write_rows(x, new.to(x.dtype), state.rows)
-        state.num_keys = max(state.num_keys, after.num_keys)
+        state.tokens_read = max(state.tokens_read, after.tokens_read)
         return state
     if torch.is_grad_enabled():
         return after

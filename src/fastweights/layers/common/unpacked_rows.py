@@ -86,7 +86,7 @@ def compute_by_length(
     for n, tokens in groups:
         old = state
         if state is not None and state.rows is not None:
-            old = state.at_unchecked(state.rows[n], state.num_keys)
+            old = state.at_unchecked(state.rows[n], state.tokens_read)
         elif state is not None:
             old = state.select(n)
         offsets = F.pad(token_counts(x, cu_seqlens)[n].cumsum(0), (1, 0))
