@@ -7,8 +7,13 @@ import pytest
 import torch
 from support.model_cases import KINDS
 
-from fastweights.models import LanguageModel, ModelConfig, decoding, recording
-from fastweights.models.recording import Recording, is_recordable
+from fastweights.models import (
+    LanguageModel,
+    ModelConfig,
+    captured_step,
+    decoding,
+)
+from fastweights.models.captured_step import CapturedStep, is_capturable
 from fastweights.models.streaming import stream
 
 GPU = pytest.mark.gpu
@@ -26,12 +31,12 @@ def make_prompts(*lengths):
 
 
 def unrecorded(monkeypatch):
-    monkeypatch.setattr(decoding, "is_recordable", lambda *_: False)
+    monkeypatch.setattr(decoding, "is_capturable", lambda *_: False)
 
 
 def test_a_cpu_records_nothing():
     m = make_model(device="cpu", dtype=torch.float32)
-    assert not is_recordable(m, torch.zeros(1, dtype=torch.int64))
+    assert not is_capturable(m, torch.zeros(1, dtype=torch.int64))
 
 
 FIRST_CALLS = """
@@ -70,14 +75,14 @@ def test_recorded_tokens_are_those_of_python_in_bits(kind, monkeypatch):
 @pytest.mark.parametrize("kind", ["softmax", "gated_deltanet"])
 def test_a_recording_has_room_and_is_made_again(kind, monkeypatch):
     m, some = make_model(kind), make_prompts(3, 30)
-    monkeypatch.setattr(recording, "SPARE_TOKENS", 8)
-    made_for, record = [], Recording._record
+    monkeypatch.setattr(captured_step, "SPARE_TOKENS", 8)
+    made_for, capture = [], CapturedStep._capture
 
     def counted(self, step, states, used):
         made_for.append(used)
-        record(self, step, states, used)
+        capture(self, step, states, used)
 
-    monkeypatch.setattr(Recording, "_record", counted)
+    monkeypatch.setattr(CapturedStep, "_capture", counted)
     found = m.generate(some, 40)
     grows = kind == "softmax"
     assert made_for == ([32, 41, 50, 59, 68] if grows else [1])
@@ -99,7 +104,7 @@ def other_device(m):
 
 
 class Norm(torch.nn.RMSNorm):
-    """Somebody's, which may wait for the GPU: no recording has that."""
+    """Somebody's, which may wait for the GPU: no captured step has that."""
 
 
 def other_class(m):
@@ -110,11 +115,11 @@ def other_class(m):
 @pytest.mark.parametrize("touch", [hook, compiled, other_device, other_class])
 def test_what_is_not_recorded(touch):
     m, token = make_model(), torch.zeros(1, dtype=torch.int64, device="cuda")
-    assert is_recordable(m, token)
+    assert is_capturable(m, token)
     with torch.autocast("cuda"):
-        assert not is_recordable(m, token)
+        assert not is_capturable(m, token)
     touch(m)
-    assert not is_recordable(m, token)
+    assert not is_capturable(m, token)
 
 
 @GPU

@@ -12,7 +12,7 @@ from fastweights.models import (
     LAYERS,
     LanguageModel,
     ModelConfig,
-    recording,
+    captured_step,
     speculation,
 )
 from fastweights.models.speculation import MAX_DRAFTS, NgramLookup, Reader
@@ -208,7 +208,7 @@ def test_looked_up():
 
 
 def test_attention_needs_no_more_room(monkeypatch):
-    """Than for what was asked and one pass: a recording has no other."""
+    """Than for what was asked and one pass: a captured step has no other."""
 
     def enough(x, capacity):
         assert capacity <= x.shape[1] <= len(PROMPTS[0]) + 40 + 16
@@ -279,7 +279,7 @@ def test_a_layer_that_takes_in_what_it_should_not(monkeypatch):
 
 
 def unrecorded(monkeypatch):
-    monkeypatch.setattr(speculation, "is_recordable", lambda *_: False)
+    monkeypatch.setattr(speculation, "is_capturable", lambda *_: False)
 
 
 @pytest.mark.gpu
@@ -314,7 +314,7 @@ def test_every_kind_of_layer_on_gpu(kind, how):
 def test_keys_of_a_recorded_pass_outgrow_it(monkeypatch):
     m = lively("softmax", device="cuda")
     plain = generated(m, tokens=100)
-    monkeypatch.setattr(recording, "SPARE_TOKENS", 8)
+    monkeypatch.setattr(captured_step, "SPARE_TOKENS", 8)
     for right in (1, MAX_DRAFTS):
         draft = told(plain, right=lambda n=right: n)
         assert generated(m, tokens=100, draft=draft) == plain

@@ -88,11 +88,11 @@ GPU = pytest.mark.gpu
 
 def record_prefills(engine):
     """How many tokens each piece of each call has that reads prompts."""
-    sizes, read = [], engine.batch.prefill
+    sizes, read = [], engine.runner.prefill
 
     def counts(pieces):
         sizes.append([n for _, n in pieces])
         read(pieces)
 
-    engine.batch.prefill = counts
+    engine.runner.prefill = counts
     return sizes

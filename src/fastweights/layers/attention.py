@@ -218,8 +218,8 @@ def attend_with_state(
         both = ranks.gather_tokens(torch.cat([k, v], -1))
         k, v = both.chunk(2, -1)
     # No sequence has read a token; asked before one is written in place.
-    recorded = is_recorded(q)
-    is_first = state is None or not (recorded or state.tokens_read)
+    captured = is_captured(q)
+    is_first = state is None or not (captured or state.tokens_read)
     o = None
     if is_first:
         end = start + T
@@ -245,7 +245,7 @@ def attend_with_state(
     if o is not None:
         return o, after
     keys, values = after.tensor("keys"), after.tensor("values")
-    if not recorded:  # else the room for all tokens that may come
+    if not captured:  # else the room for all tokens that may come
         read = after.tokens_read
         keys, values = keys[:, :read], values[:, :read]
     if state.rows is not None:
@@ -258,7 +258,7 @@ def attend_with_state(
     return q_rows.pack(sdpa(q_rows.spread(q), keys, values, mask)), after
 
 
-def is_recorded(q: Heads) -> bool:
+def is_captured(q: Heads) -> bool:
     """Whether the call will run again, by itself, with more tokens read."""
     return torch.compiler.is_compiling() or (
         q.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -24,10 +24,10 @@ A layer class of your own joins the table :data:`LAYERS` under a name:
 """
 
 # config, then model, which it describes, and loss. generate is streaming, of
-# which decoding is a token: sampling draws it, recording makes it one launch,
-# speculation guesses several. pool has the states of requests that come and
-# go. A model on a disk is files, in transformers' form transformers and
-# transformers_config.
+# which decoding is a token: sampling draws it, captured_step makes it one
+# launch, speculation guesses several. pool has the states of requests that
+# come and go. A model on a disk is files, in transformers' form transformers
+# and transformers_config.
 
 from fastweights.models.config import LAYERS, ModelConfig
 from fastweights.models.files import load

@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fastweights.models.captured_step import CapturedStep, is_capturable
 from fastweights.models.model import LanguageModel, LayerStates
-from fastweights.models.recording import Recording, is_recordable
 from fastweights.models.sampling import Sampling
 from fastweights.ranks.group import refuse_ranks
 
-MIN_RECORDED_STEPS = 4
-"""Tokens for which a recording pays: it takes as long as two steps."""
+MIN_CAPTURED_STEPS = 4
+"""Tokens for which a capture pays: it takes as long as two steps."""
 
 NOT_FINITE = (
     "model: got logits that are not finite, need finite ones, or -inf for "
@@ -89,11 +89,11 @@ class Decoding:
             stop_tokens, dtype=torch.int64, device=device
         )
         self.logits: Tensor | None = logits
-        self.recording: Recording | None = None
-        if max_steps >= MIN_RECORDED_STEPS and is_recordable(
+        self.captured_step: CapturedStep | None = None
+        if max_steps >= MIN_CAPTURED_STEPS and is_capturable(
             model, self.token
         ):
-            self.recording = Recording()
+            self.captured_step = CapturedStep()
 
     def step(self) -> None:
         """Draw every row's next token, having read the one before.
@@ -103,10 +103,10 @@ class Decoding:
         if self.logits is not None:
             self._draw_from(self.logits)
             self.logits = None
-        elif self.recording is None:
+        elif self.captured_step is None:
             self.states = self._step(self.states)
         else:
-            self.states = self.recording(self._step, self.states)
+            self.states = self.captured_step(self._step, self.states)
 
     def _step(self, states: LayerStates) -> LayerStates:
         """Read the last tokens, draw the next; the states after them."""

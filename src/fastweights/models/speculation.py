@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fastweights.models.captured_step import CapturedStep, is_capturable
 from fastweights.models.config import ModelConfig
 from fastweights.models.decoding import (
     NOT_FINITE,
@@ -32,13 +33,12 @@ from fastweights.models.decoding import (
     start_fetch,
 )
 from fastweights.models.model import LanguageModel, LayerStates
-from fastweights.models.recording import Recording, is_recordable
 from fastweights.models.sampling import Sampling, draw_tokens
 from fastweights.models.streaming import Draft, check_ids
 
 PASS_SIZES = (1, 8, 12, 16)
 """Tokens that a pass may read of each row. It reads the fewest that are
-enough: each costs time, each size a recording. What fills a row up is none."""
+enough: each costs time, each size a capture. What fills a row up is none."""
 
 PASS_TOKENS = PASS_SIZES[-1]
 
@@ -132,7 +132,7 @@ class Reader:
     """A model that has taken in a part of each row's text.
 
     Args:
-        model: which reads, in CUDA graphs where it can be recorded.
+        model: which reads, in CUDA graphs where it can be captured.
         states: its states after the prompts; they are changed in place.
         continuations: whose texts grow.
         sampling: how they are drawn from.
@@ -154,9 +154,9 @@ class Reader:
             len(continuations), PASS_TOKENS + 2
         )
         self.draws = self.inputs[:, :PASS_TOKENS].clone()
-        self.recordings: dict[int, Recording] = {}
-        if is_recordable(model, self.draws):
-            self.recordings = {T: Recording(T) for T in PASS_SIZES}
+        self.captured_steps: dict[int, CapturedStep] = {}
+        if is_capturable(model, self.draws):
+            self.captured_steps = {T: CapturedStep(T) for T in PASS_SIZES}
 
     def __call__(self, drafts: list[Text]) -> Callable[[], list[Text]]:
         """Read what is new in each text, which the states take in, and drafts.
@@ -181,8 +181,8 @@ class Reader:
         sizes = PASS_SIZES if set(spans) == {(1, 1)} else PASS_SIZES[1:]
         T = next(T for T in sizes if max(end for _, end in spans) <= T)
         step = functools.partial(self._step, T)
-        if self.recordings:
-            self.states = self.recordings[T](step, self.states)
+        if self.captured_steps:
+            self.states = self.captured_steps[T](step, self.states)
         else:
             self.states = step(self.states)
         read = zip(self.tokens_read, spans, strict=True)

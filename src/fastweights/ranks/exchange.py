@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fastweights.kernels.recurrence.state_passing import (
+    ComposeStates,
     ExchangeLaunches,
-    StatePassing,
 )
 from fastweights.ranks.group import Ranks
 from fastweights.ranks.prefix import prefix_over_ranks, suffix_over_ranks
@@ -71,24 +71,24 @@ class Exchange:
         return self.shard.where_passing(M) if self.shard else M
 
     def forward(
-        self, passing: StatePassing, launches: ExchangeLaunches
+        self, states: ComposeStates, launches: ExchangeLaunches
     ) -> None:
         """Set ``entering`` to the states that enter this rank's sequences."""
-        entering, size, s = passing.entering, self.ranks.size, self.shard
+        entering, size, s = states.entering, self.ranks.size, self.shard
         if self.composes_in_turn:
             first = self.ranks.gather(entering)[0]
             order = range(size)
-            self.last = self.compose_all(passing, launches, first, order)
-            wide = 1 if passing.maps is None else passing.maps.shape[-1]
+            self.last = self.compose_all(states, launches, first, order)
+            wide = 1 if states.maps is None else states.maps.shape[-1]
             shape = *entering.shape[:-1], wide + entering.shape[-1]
             self.maps = entering.new_zeros(size, *shape)  # a backward asks
             return
         launches.compose()
-        B = passing.leaving
+        B = states.leaving
         if s:
             sends = s.sends & (self.T > 0)
             B = where_rows(sends, B.index_select(0, s.outgoing), 0)
-        M = self.own_map(passing.products, B)
+        M = self.own_map(states.products, B)
         matrix = M.shape[-1] == M.shape[-2]
         state, self.last, self.maps = prefix_over_ranks(
             self.ranks, M, B, matrix, self.batch_invariant, launches.overlap
@@ -98,20 +98,20 @@ class Exchange:
             self.add_entering(state, entering, pack_row, launches)
 
     def backward(
-        self, passing: StatePassing, launches: ExchangeLaunches
+        self, states: ComposeStates, launches: ExchangeLaunches
     ) -> None:
         """Set ``entering`` to the gradient of the states that leave them."""
-        entering, size, s = passing.entering, self.ranks.size, self.shard
+        entering, size, s = states.entering, self.ranks.size, self.shard
         if self.composes_in_turn:
             grad = torch.zeros_like(entering)
             if self.dstate is not None:
                 grad = self.ranks.gather(self.dstate).double().sum(0).to(grad)
             order = range(size)[::-1]
-            self.compose_all(passing, launches, grad, order)
+            self.compose_all(states, launches, grad, order)
             launches.overlap()
             return
         launches.compose()
-        D = passing.leaving
+        D = states.leaving
         if s:
             receives = s.receives & (self.T > 0)
             D = where_rows(receives, D.index_select(0, s.incoming), 0)
@@ -142,7 +142,7 @@ class Exchange:
 
     def compose_all(
         self,
-        passing: StatePassing,
+        states: ComposeStates,
         launches: ExchangeLaunches,
         state: Tensor,
         order: range,
@@ -153,13 +153,13 @@ class Exchange:
         on. ``entering`` becomes what enters this rank; what leaves the last
         one is returned.
         """
-        tensors = {"borders": passing.borders, "leaving": passing.leaving}
-        if passing.maps is not None:
-            tensors["maps"] = passing.maps
+        tensors = {"borders": states.borders, "leaving": states.leaving}
+        if states.maps is not None:
+            tensors["maps"] = states.maps
         gathered = {name: self.ranks.gather(x) for name, x in tensors.items()}
         for r in order:
             if r == self.ranks.rank:
-                passing.entering.copy_(state)
+                states.entering.copy_(state)
             group = {name: x[r].clone() for name, x in gathered.items()}
             launches.compose(entering=state, **group)
             state = group["leaving"]

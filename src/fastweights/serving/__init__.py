@@ -12,11 +12,12 @@ and Mamba's selective scan have steps of their own.
     linear_attention_step(q, k, v, state=state, feature_map=phi)
 """
 
-# engine decides which request reads or steps, batch calls the model for them.
-# A request is in request, states kept for others that begin alike in prefixes.
-# These are friends: a request calls its engine's methods with an underscore,
-# engine and batch set its row and num_drawn, and look into the pool's free and
-# tokens_read. The steps of operators are in ops, the pool in models.
+# engine decides which request reads or steps, model_runner calls the model for
+# them. A request is in request, states kept for others that begin alike in
+# prefixes. These are friends: a request calls its engine's methods with an
+# underscore, engine and model_runner set its row and num_drawn, and look into
+# the pool's free and tokens_read. The steps of operators are in ops, the pool
+# in models.
 
 from fastweights.models.pool import StatePool
 from fastweights.ops.decode import NARROW_STATE_DTYPES, decode_step

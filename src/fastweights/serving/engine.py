@@ -18,7 +18,7 @@ from fastweights.arguments import check_flags, check_sizes
 from fastweights.models.model import LanguageModel
 from fastweights.models.pool import StatePool
 from fastweights.models.streaming import as_prompts, as_stops, check_sampling
-from fastweights.serving.batch import Batch
+from fastweights.serving.model_runner import ModelRunner
 from fastweights.serving.prefixes import PrefixCache
 from fastweights.serving.request import Request, as_seed
 
@@ -43,7 +43,7 @@ class Engine:
     Requests wait for one of ``size`` rows in the order in which they came.
     What they have to read goes in packed, at most ``prefill_tokens`` per
     step, between the tokens of those that have read it. On a GPU a step is
-    recorded, as in :meth:`.LanguageModel.generate`, and so are prefills, each
+    captured, as in :meth:`.LanguageModel.generate`, and so are prefills, each
     filled up to a power of 2, by layers of the family; a hook has to be there
     before the engine is made.
 
@@ -85,7 +85,7 @@ class Engine:
         check_sizes(prefill_tokens=prefill_tokens)
         check_flags(batch_invariant=batch_invariant)
         self.pool = StatePool(model, size, capacity, dtype=dtype)
-        self.batch = Batch(model, self.pool)
+        self.runner = ModelRunner(model, self.pool)
         self.prefix_cache = PrefixCache(prefix_bytes)
         self.model, self.batch_invariant = model, batch_invariant
         self.prefill_tokens = prefill_tokens
@@ -212,7 +212,7 @@ class Engine:
         """Read the next n tokens of each request in one call; keep states."""
         requests = [request for request, _ in pieces]
         with self._requeue_on_error(requests):
-            self.batch.prefill(pieces)
+            self.runner.prefill(pieces)
         if not self.prefix_cache.max_bytes:
             return
         for request in requests:
@@ -225,7 +225,7 @@ class Engine:
         """Let a request take part in steps, and queue its forks."""
         self.prefilling.remove(request)
         self.running.append(request)
-        self.batch.enter(request)
+        self.runner.enter(request)
         forks, request.forks = request.forks, []
         if forks := [fork for fork in forks if not fork.done]:
             snapshot = self.pool.snapshot(request.row)
@@ -239,7 +239,7 @@ class Engine:
             return None
         requests = [*self.running]
         with self._requeue_on_error(requests):
-            tokens = self.batch.step(requests)
+            tokens = self.runner.step(requests)
         rows = [request.row for request in requests]
         for request in requests:
             if request.num_drawn == request.max_new_tokens:
@@ -281,7 +281,7 @@ class Engine:
         """Free the request's row, if it has one."""
         if request.row < 0:
             return
-        self.batch.leave(request.row)
+        self.runner.leave(request.row)
         self.pool.release(request.row)
         for requests in (self.prefilling, self.running):
             if request in requests:

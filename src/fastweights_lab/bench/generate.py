@@ -52,7 +52,7 @@ FEW = 8
 BATCHES = (1, 64) if ON_GPU else (1,)
 # What a step was before, by what never holds then.
 BEFORE = {
-    "python": [(models, "fits_fused_step"), (decoding, "is_recordable")],
+    "python": [(models, "fits_fused_step"), (decoding, "is_capturable")],
     "recorded": [(models, "fits_fused_step")],
 }
 SIZES: dict[str, Any] = (

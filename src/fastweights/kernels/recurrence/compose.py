@@ -98,7 +98,7 @@ def compose_map(maps, products, i_M, i_P, is_first, i_j, META: tl.constexpr):
 
 
 @triton.jit
-def compose_kernel(passing, call, META: tl.constexpr):
+def compose_kernel(states, call, META: tl.constexpr):
     """Each state goes on from the one before it: one value tile of a head.
 
     In place, in fp32. borders [borders, HV, K, V] has what leaves the segment
@@ -120,7 +120,7 @@ def compose_kernel(passing, call, META: tl.constexpr):
     BACK: tl.constexpr = META.BACK
     NV: tl.constexpr = META.NV
     NM: tl.constexpr = META.NM if META.RANKS and META.DELTA else 0
-    entering, borders, leaving, maps, products = passing
+    entering, borders, leaving, maps, products = states
     i_v, i_b = tl.program_id(0) % (NV + NM), tl.program_id(0) // (NV + NM)
     i_hv, i_b = i_b % HV, i_b // HV
     i_n, start, end, first_chunk = segment_before(i_b, call, META)
@@ -186,7 +186,7 @@ def compose_kernel(passing, call, META: tl.constexpr):
 
 
 @triton.jit
-def add_arriving_kernel(passing, call, META: tl.constexpr):
+def add_arriving_kernel(states, call, META: tl.constexpr):
     """Add a state from the rank before to every state composed without it.
 
     That of a border gains P S, where S is the state that has arrived, in the
@@ -198,7 +198,7 @@ def add_arriving_kernel(passing, call, META: tl.constexpr):
     K: tl.constexpr = META.K
     BT: tl.constexpr = META.BT
     NV: tl.constexpr = META.NV
-    arriving, borders, leaving, _, products = passing
+    arriving, borders, leaving, _, products = states
     i_v, i_M = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_hv, i_b = i_M % HV, i_M // HV
     i_n, start, end, first_chunk = segment_before(i_b, call, META)

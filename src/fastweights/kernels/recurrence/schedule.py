@@ -346,7 +346,7 @@ class Schedule:
         """Launch all, some of them as the exchange asks for them."""
         assert self.exchange_span is not None
         compose, arriving = self.exchange_span
-        passing = self.launches[compose].arguments[0]
+        states = self.launches[compose].arguments[0]
 
         def run_with(n: int, **tensors: Tensor) -> None:
             run, select = runs[n]
@@ -355,14 +355,14 @@ class Schedule:
                 name: x if INTERPRETED else x.data_ptr()
                 for name, x in tensors.items()
             }
-            run(regroup(passing, group)._replace(**replaced), *arguments)
+            run(regroup(states, group)._replace(**replaced), *arguments)
 
         launches = ExchangeLaunches(
             functools.partial(run_with, compose),
             functools.partial(launch, runs[compose + 1 : arriving], values),
             functools.partial(run_with, arriving),
         )
-        tensors = regroup(passing, [x and tensor_of[x.name] for x in passing])
+        tensors = regroup(states, [x and tensor_of[x.name] for x in states])
         launch(runs[:compose], values)
         exchange(tensors, launches)
         launch(runs[arriving + 1 :], values)

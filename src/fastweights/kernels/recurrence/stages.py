@@ -45,7 +45,7 @@ from fastweights.kernels.recurrence.settings import (
     RecurrenceMeta,
     settings_of,
 )
-from fastweights.kernels.recurrence.state_passing import StatePassing
+from fastweights.kernels.recurrence.state_passing import ComposeStates
 from fastweights.kernels.tail import ROWS, clear_tail_kernel
 
 T, N, L = RuntimeNumber("T"), RuntimeNumber("N"), RuntimeNumber("L")
@@ -234,18 +234,18 @@ class ScheduleBuilder:
         programs = RuntimeNumber(length, self.kind.HV * NV)
         self.add(stage, kernel, programs, *groups)
 
-    def add_compose(self, stage: str, passing: StatePassing) -> None:
+    def add_compose(self, stage: str, compose_states: ComposeStates) -> None:
         """compose_kernel; on ranks maps have programs, too."""
         kind = self.kind
         meta = meta_of(stage, kind)
         tiles = meta.NV + (meta.NM if kind.on_ranks and kind.delta else 0)
         programs = RuntimeNumber("borders", kind.HV * tiles)
         self.compose_place = len(self.launches)
-        self.add(stage, compose_kernel, programs, passing)
+        self.add(stage, compose_kernel, programs, compose_states)
 
-    def add_arriving(self, stage: str, passing: StatePassing) -> None:
+    def add_arriving(self, stage: str, compose_states: ComposeStates) -> None:
         """add_arriving_kernel, which needs none of the maps themselves."""
-        states = passing._replace(maps=None)
+        states = compose_states._replace(maps=None)
         self.exchange_span = self.compose_place, len(self.launches)
         self.add_tiles(stage, add_arriving_kernel, "borders", states)
 
@@ -295,10 +295,10 @@ def forward_schedule(
         programs = RuntimeNumber("borders", HV * tiles)
         builder.add("segment_maps", scan_fwd_kernel, programs, *groups)
         ends = x.initial_state, x.border_states, x.state
-        passing = StatePassing(*ends, x.maps, x.products)
-        builder.add_compose("compose", passing)
+        compose_states = ComposeStates(*ends, x.maps, x.products)
+        builder.add_compose("compose", compose_states)
         if kind.on_ranks:
-            builder.add_arriving("add_arriving", passing)
+            builder.add_arriving("add_arriving", compose_states)
     border_states = x.border_states if segmented else None
     states = ScanStates(x.initial_state, border_states, None)
     outputs = ScanOutputs(o=x.o, state=x.state)
@@ -333,8 +333,8 @@ def backward_schedule(
         programs = RuntimeNumber("borders", 2 * HV * meta_of(stage, kind).NV)
         builder.add(stage, scan_bwd_kernel, programs, *groups)
         ends = x.dstate, x.border_grads, x.dinitial_state
-        passing = StatePassing(*ends, x.maps, x.products)
-        builder.add_compose("compose_backward", passing)
+        compose_states = ComposeStates(*ends, x.maps, x.products)
+        builder.add_compose("compose_backward", compose_states)
     # Needs nothing of other ranks, and runs while they are asked.
     border_states = x.border_states if segmented else None
     states = ScanStates(x.initial_state, border_states, None)
@@ -342,7 +342,7 @@ def backward_schedule(
     groups = x.qk, x.v, x.decays, Scores(R=x.R), states, outputs
     builder.add_tiles("chunk_states", scan_fwd_kernel, "segments", *groups)
     if kind.on_ranks:
-        builder.add_arriving("add_arriving_backward", passing)
+        builder.add_arriving("add_arriving_backward", compose_states)
     by_tiles = sums_dbeta_by_tiles(kind)
     scan_grads = ScanGrads(
         dv=x.dv,

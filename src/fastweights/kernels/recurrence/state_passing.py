@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 
-class StatePassing(NamedTuple):
+class ComposeStates(NamedTuple):
     """The tensors of compose_kernel, or in a schedule their specs."""
 
     entering: Any  # states that enter a call's sequences
@@ -35,4 +35,4 @@ class ExchangeLaunches(NamedTuple):
     add_arriving: LaunchWith
 
 
-StateExchange = Callable[[StatePassing, ExchangeLaunches], None]
+StateExchange = Callable[[ComposeStates, ExchangeLaunches], None]

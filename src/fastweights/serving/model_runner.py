@@ -1,8 +1,8 @@
 """An engine's calls of the model: prompts that are read, steps of all rows.
 
-On a GPU both are recorded (:class:`.Recording`). A step always has all rows.
-Prompts are packed in one of a few sizes, and padded to it: a recording runs
-again with whatever fits its size.
+On a GPU both are captured (:class:`.CapturedStep`). A step always has all
+rows. Prompts are packed in one of a few sizes, and padded to it: a captured
+call runs again with whatever fits its size.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import replace
 
 import torch
 
+from fastweights.models.captured_step import CapturedStep, is_capturable
 from fastweights.models.decoding import copy_to_device, start_fetch
 from fastweights.models.model import LanguageModel, LayerStates
 from fastweights.models.pool import StatePool
-from fastweights.models.recording import Recording, is_recordable
 from fastweights.models.sampling import Sampling, draw_tokens
 from fastweights.ops.common.backends import recurrence_backend
 from fastweights.serving.request import Request
@@ -25,18 +25,18 @@ from fastweights.serving.request import Request
 KEYS_PER_BLOCK = 512
 """Keys that attention adds up at a time: it is given whole blocks of them."""
 
-MIN_RECORDED_PREFILL = 256
-"""Tokens of the smallest recorded read: fewer would take as long."""
+MIN_CAPTURED_PREFILL = 256
+"""Tokens of the smallest captured read: fewer would take as long."""
 
 
-class Batch:
+class ModelRunner:
     """The engine's calls of the model, on the rows of a pool.
 
     A prefill reads prompts of requests that take no part in steps yet. A step
     has all rows, each at its own number, whether they take part or not: what
     one of them computes, and the order in which it is added up, depend on
     nobody else. What a step reads and writes stays where it is, so that on a
-    GPU it can be a recording.
+    GPU it can be captured.
 
     Args:
         model: reads the tokens.
@@ -54,17 +54,17 @@ class Batch:
         self.states: LayerStates = [
             x.at_unchecked(self.rows, 0) for x in pool.states
         ]
-        self.recordable = is_recordable(model, self.token)
+        self.is_capturable = is_capturable(model, self.token)
         # By two answers: are all rows greedy, do all draw from all tokens?
-        self.recordings: dict[tuple[bool, bool], Recording] = {}
-        self.records_prefills = self.recordable and can_record_prefills(
+        self.captured_steps: dict[tuple[bool, bool], CapturedStep] = {}
+        self.captures_prefills = self.is_capturable and can_capture_prefills(
             model, pool
         )
-        # Recordings run one after the other, in the same memory.
+        # Graphs run one after the other, in the same memory.
         handle = torch.cuda.graph_pool_handle
-        self.graph_pool = handle() if self.recordable else None
+        self.graph_pool = handle() if self.is_capturable else None
         # By the numbers of tokens and of sequences.
-        self.prefills: dict[tuple[int, int], RecordedPrefill] = {}
+        self.prefills: dict[tuple[int, int], CapturedPrefill] = {}
 
     def prefill(self, pieces: list[tuple[Request, int]]) -> None:
         """Read the next n tokens of each request, given (request, n)."""
@@ -75,11 +75,11 @@ class Batch:
             offsets.append(len(tokens))
         rows = [request.row for request, _ in pieces]
         counts = [n for _, n in pieces]
-        if self.records_prefills:
-            T = next_power_of_2(max(len(tokens), MIN_RECORDED_PREFILL))
+        if self.captures_prefills:
+            T = next_power_of_2(max(len(tokens), MIN_CAPTURED_PREFILL))
             N = min(next_power_of_2(len(rows)), self.pool.size)
             if (T, N) not in self.prefills:
-                self.prefills[T, N] = RecordedPrefill(self, T, N)
+                self.prefills[T, N] = CapturedPrefill(self, T, N)
             self.prefills[T, N](tokens, offsets, rows)
             self.pool.add_tokens_read(rows, counts)
             return
@@ -123,12 +123,12 @@ class Batch:
             self.sampling, greedy=greedy, whole_distribution=whole_distribution
         )
         step = functools.partial(self._step, sampling)
-        if self.recordable:
-            recording = self.recordings.setdefault(
+        if self.is_capturable:
+            captured = self.captured_steps.setdefault(
                 (greedy, whole_distribution),
-                Recording(graph_pool=self.graph_pool),
+                CapturedStep(graph_pool=self.graph_pool),
             )
-            recording(step, self.states)
+            captured(step, self.states)
         else:
             step(self.states)
         self.pool.add_tokens_read(
@@ -145,24 +145,25 @@ class Batch:
         return after
 
 
-class RecordedPrefill:
-    """A recorded call of the model that reads packed tokens.
+class CapturedPrefill:
+    """A captured call of the model that reads packed tokens.
 
     Args:
-        batch: has the model and the pool.
+        runner: has the model and the pool.
         T: tokens, padded after all sequences.
         N: sequences, padded by other rows, which read nothing.
     """
 
-    def __init__(self, batch: Batch, T: int, N: int) -> None:
-        self.model, self.sizes = batch.model, (T, N + 1, N)
-        self.inputs = batch.token.new_zeros(sum(self.sizes))
+    def __init__(self, runner: ModelRunner, T: int, N: int) -> None:
+        self.model, self.sizes = runner.model, (T, N + 1, N)
+        self.inputs = runner.token.new_zeros(sum(self.sizes))
         self.tokens, self.cu_seqlens, rows = self.inputs.split(self.sizes)
         self.states: LayerStates = [
-            x.at_unchecked(rows, 0, all_inside=True) for x in batch.pool.states
+            x.at_unchecked(rows, 0, all_inside=True)
+            for x in runner.pool.states
         ]
-        self.pool_rows = range(batch.pool.size)
-        self.recording = Recording(graph_pool=batch.graph_pool)
+        self.pool_rows = range(runner.pool.size)
+        self.captured_step = CapturedStep(graph_pool=runner.graph_pool)
 
     def __call__(
         self, tokens: list[int], offsets: list[int], rows: list[int]
@@ -176,7 +177,7 @@ class RecordedPrefill:
         # torch.tensor takes seven times as long: 2 ms for 8,192 tokens.
         integers = torch.frombuffer(array("q", inputs), dtype=torch.int64)
         self.inputs.copy_(copy_to_device(integers, self.inputs))
-        self.recording(self._step, self.states)
+        self.captured_step(self._step, self.states)
 
     def _step(self, states: LayerStates) -> LayerStates:
         _, after = self.model.hidden(
@@ -190,7 +191,7 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def can_record_prefills(model: LanguageModel, pool: StatePool) -> bool:
+def can_capture_prefills(model: LanguageModel, pool: StatePool) -> bool:
     """Whether the model reads packed prompts without waiting for the device.
 
     The family's layers do, where kernels compute all of them. Attention,

@@ -1,4 +1,4 @@
-"""An engine's calls of the model: recorded, filled up, drawn from."""
+"""An engine's calls of the model: captured, filled up, drawn from."""
 
 import pytest
 import torch
@@ -17,23 +17,23 @@ from support.serving_cases import (
 )
 
 from fastweights.models import StatePool
-from fastweights.serving import batch
+from fastweights.serving import model_runner
 
 
 @GPU
 @pytest.mark.parametrize("pattern", PATTERNS, ids="-".join)
-@pytest.mark.parametrize("recorded", [False, True])
-def test_tokens_of_a_gpu(pattern, recorded, monkeypatch):
-    """Those of a CPU: recorded, with any mixture of draws, and not."""
-    if not recorded:
-        monkeypatch.setattr(batch, "is_recordable", lambda *_: False)
+@pytest.mark.parametrize("captured", [False, True])
+def test_tokens_of_a_gpu(pattern, captured, monkeypatch):
+    """Those of a CPU: captured, with any mixture of draws, and not."""
+    if not captured:
+        monkeypatch.setattr(model_runner, "is_capturable", lambda *_: False)
     engine, asked = make_engine(make_served_model(pattern).cuda()), []
     for i, prompt in enumerate(make_prompts(*PROMPT_LENGTHS) * 2):
         asked.append((prompt, OPTIONS[i % len(OPTIONS)]))
         asked[-1] += (engine.add(prompt, 9, **asked[-1][1]),)
         engine.step()
     run_engine(engine)
-    assert bool(engine.batch.recordings) == recorded
+    assert bool(engine.runner.captured_steps) == captured
     for prompt, way, request in asked:
         assert request.new_tokens == generate_alone(
             served_model(pattern), prompt, 9, **way
@@ -41,7 +41,7 @@ def test_tokens_of_a_gpu(pattern, recorded, monkeypatch):
 
 
 class Python:
-    """In place of a recording, what would be recorded."""
+    """In place of a captured step, what would be captured."""
 
     def __init__(self, **_):
         pass
@@ -51,7 +51,7 @@ class Python:
 
 
 @pytest.mark.parametrize(
-    "pattern, widest, recorded",
+    "pattern, widest, captured",
     [
         (("gated_deltanet",), 256, True),
         (("gated_deltanet", "mamba2"), 256, True),
@@ -59,28 +59,28 @@ class Python:
         (HYBRID, 256, False),
     ],
 )
-def test_what_kernels_read_is_recorded(pattern, widest, recorded, monkeypatch):
+def test_what_kernels_read_is_captured(pattern, widest, captured, monkeypatch):
     """Where the operator would run them: of these K, if they are all."""
 
     def chosen(backend, q):
         assert backend == "auto"
         return "triton" if q.shape[-1] <= widest else "torch"
 
-    monkeypatch.setattr(batch, "recurrence_backend", chosen)
+    monkeypatch.setattr(model_runner, "recurrence_backend", chosen)
     model = served_model(pattern)
     pool = StatePool(model, 1, 16)
-    assert batch.can_record_prefills(model, pool) == recorded
+    assert model_runner.can_capture_prefills(model, pool) == captured
 
 
 @pytest.mark.parametrize("pattern", [("gated_deltanet",), ("mamba2",)])
 def test_what_fills_a_read_up_changes_nothing(pattern, monkeypatch):
     """Tokens after all sequences, and rows that read none of them."""
-    monkeypatch.setattr(batch, "Recording", Python)
+    monkeypatch.setattr(model_runner, "CapturedStep", Python)
     exact, filled = (
         make_engine(served_model(pattern), size=4, prefill_tokens=40)
         for _ in range(2)
     )
-    filled.batch.records_prefills = True
+    filled.runner.captures_prefills = True
     for i, prompt in enumerate(make_prompts(*PROMPT_LENGTHS)):
         for engine in (exact, filled):
             engine.add(prompt, 9, **OPTIONS[i % len(OPTIONS)])
@@ -93,19 +93,19 @@ def test_what_fills_a_read_up_changes_nothing(pattern, monkeypatch):
             filled.pool.states, exact.pool.states, strict=True
         ):
             torch.testing.assert_close(one.tensors(), other.tensors())
-    assert {T for T, _ in filled.batch.prefills} == {256}
+    assert {T for T, _ in filled.runner.prefills} == {256}
 
 
 @GPU
 @pytest.mark.parametrize(
-    "pattern, recorded",
+    "pattern, captured",
     [
         (("gated_deltanet", "kda"), True),
         (("gated_deltanet", "comba"), True),
         (HYBRID, False),
     ],
 )
-def test_recorded_reads_are_those_in_python(pattern, recorded, monkeypatch):
+def test_captured_reads_are_those_in_python(pattern, captured, monkeypatch):
     model = make_served_model(pattern).to("cuda", torch.bfloat16)
 
     def answers():
@@ -114,11 +114,12 @@ def test_recorded_reads_are_those_in_python(pattern, recorded, monkeypatch):
             engine.add(x, 9) for x in make_prompts(*PROMPT_LENGTHS, 300) * 4
         ]
         run_engine(engine)
-        return [x.new_tokens for x in requests], engine.batch.prefills.values()
+        tokens = [x.new_tokens for x in requests]
+        return tokens, engine.runner.prefills.values()
 
     tokens, reads = answers()
-    assert any(x.recording.graph for x in reads) == recorded
-    monkeypatch.setattr(batch, "Recording", Python)
+    assert any(x.captured_step.graph for x in reads) == captured
+    monkeypatch.setattr(model_runner, "CapturedStep", Python)
     assert answers()[0] == tokens
 
 

@@ -1,7 +1,7 @@
 """A step of a model as a CUDA graph, which is one launch.
 
 A step is some hundred launches, which take Python twenty times as long as the
-GPU. Recorded once, they are one: all that a step reads and writes (states,
+GPU. Captured once, they are one: all that a step reads and writes (states,
 the last token, what has come to its end) stays where it is.
 """
 
@@ -20,19 +20,19 @@ from fastweights.layers.common.state import with_room
 from fastweights.models.model import LanguageModel, LayerStates
 
 SPARE_TOKENS = 256
-"""For how many tokens more than there are a recording has room."""
+"""For how many tokens more than there are a captured step has room."""
 
 
-class Recording:
+class CapturedStep:
     """A step of a model as a CUDA graph, which is one launch.
 
     The first call is the step in Python, which loads kernels. From the second
-    on it is recorded, and what it reads and writes stays where it is.
+    on it is captured, and what it reads and writes stays where it is.
 
     Args:
         tokens_per_row: that a step reads.
-        graph_pool: a handle of memory that other recordings use too, of which
-            no two run at a time; None: it has its own.
+        graph_pool: a handle of memory that other captured steps use too, of
+            which no two run at a time; None: it has its own.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class Recording:
         most = max((s.tokens_read for s in grows), default=0)
         used = most + self.tokens_per_row
         if self.graph is None or (grows and used > self.room):
-            self._record(step, states, used)
+            self._capture(step, states, used)
         assert self.graph is not None
         self.graph.replay()
         for state in grows:
             state.tokens_read += self.tokens_per_row
         return states
 
-    def _record(
+    def _capture(
         self,
         step: Callable[[LayerStates], LayerStates],
         states: LayerStates,
@@ -76,7 +76,7 @@ class Recording:
         self.graph = None  # its memory is the next one's
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()
-        capturing = _recording_stream(current.device)
+        capturing = _capture_stream(current.device)
         capturing.wait_stream(current)
         with torch.cuda.stream(capturing):
             graph.capture_begin(self.graph_pool, "thread_local")
@@ -89,17 +89,17 @@ class Recording:
 
 
 @functools.cache
-def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all recordings: cuBLAS keeps a workspace for each."""
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures: cuBLAS keeps a workspace for each."""
     return torch.cuda.Stream(device)
 
 
-def is_recordable(model: LanguageModel, token: Tensor) -> bool:
+def is_capturable(model: LanguageModel, token: Tensor) -> bool:
     """Whether a step does the same whenever it runs, and on one GPU.
 
     All modules are this library's or PyTorch's, without hooks, and parameters
     plain tensors there; not under torch.compile, autocast, or a mode that
-    looks at operators. A recording that fails leaves CUDA's random numbers
+    looks at operators. A capture that fails leaves CUDA's random numbers
     broken, so that other modules are not tried.
     """
     return (
