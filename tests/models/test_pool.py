@@ -26,9 +26,7 @@ def logits_of(m, pool, rows, lengths, tokens, *offsets):
 
 
 NARROW = [
-    x
-    for x in model_cases.KINDS
-    if getattr(LAYERS[x], "uses_decode_step", False)
+    x for x in model_cases.KINDS if getattr(LAYERS[x], "S_may_be_bf16", False)
 ]
 
 

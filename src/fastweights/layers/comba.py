@@ -8,7 +8,7 @@ from torch import nn
 from fastweights.heads import l2norm
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.gates import Decay, write_strength
-from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
+from fastweights.layers.common.layer import FactoryOptions, FamilyLayer, Hidden
 from fastweights.layers.common.layer_arguments import (
     head_size,
     num_value_heads,
@@ -19,7 +19,7 @@ from fastweights.layers.common.state import LayerState, Offsets, run_recurrence
 from fastweights.ops.members import comba_operands
 
 
-class Comba(Layer):
+class Comba(FamilyLayer):
     """Gated DeltaNet that erases less than it writes (arXiv 2506.02475).
 
         q, k, v = silu(convolution(W_qkv x))
@@ -57,8 +57,6 @@ class Comba(Layer):
         A_range, dt_range: as in :class:`fastweights.layers.Decay`.
         norm_eps: of the output norm.
     """
-
-    uses_decode_step = True
 
     def __init__(
         self,

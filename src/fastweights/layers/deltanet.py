@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastweights.heads import l2norm
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.gates import write_strength
-from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
+from fastweights.layers.common.layer import FactoryOptions, FamilyLayer, Hidden
 from fastweights.layers.common.layer_arguments import (
     check_one_of,
     head_size,
@@ -30,7 +30,7 @@ FEATURES = {
 }
 
 
-class DeltaNet(Layer):
+class DeltaNet(FamilyLayer):
     """Correct what the state returns for a key (arXiv 2406.06484).
 
         q, k, v = silu(convolution(W_qkv x)), q and k of unit length
@@ -63,8 +63,6 @@ class DeltaNet(Layer):
         output_gate: whether the output is multiplied by silu(W_g x).
         norm_eps: of the output norm.
     """
-
-    uses_decode_step = True
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from torch import nn
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.fused_step import fused_layer_step
 from fastweights.layers.common.gates import Decay, write_strength
-from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
+from fastweights.layers.common.layer import FactoryOptions, FamilyLayer, Hidden
 from fastweights.layers.common.layer_arguments import (
     head_size,
     num_value_heads,
@@ -18,7 +18,7 @@ from fastweights.layers.common.output_norm import OutputNorm
 from fastweights.layers.common.state import LayerState, Offsets, run_recurrence
 
 
-class GatedDeltaNet(Layer):
+class GatedDeltaNet(FamilyLayer):
     """Forget by e^g, then correct by the delta rule (arXiv 2412.06464).
 
         q, k, v = silu(convolution(W_qkv x)), q and k of unit length
@@ -62,8 +62,6 @@ class GatedDeltaNet(Layer):
         A_range, dt_range: as in :class:`fastweights.layers.Decay`.
         norm_eps: of the output norm.
     """
-
-    uses_decode_step = True
 
     def __init__(
         self,

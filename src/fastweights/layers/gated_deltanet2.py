@@ -8,7 +8,7 @@ from torch import nn
 from fastweights.heads import per_value_head
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.gates import Decay, low_rank, write_strength
-from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
+from fastweights.layers.common.layer import FactoryOptions, FamilyLayer, Hidden
 from fastweights.layers.common.layer_arguments import (
     head_size,
     num_value_heads,
@@ -19,7 +19,7 @@ from fastweights.layers.common.state import LayerState, Offsets, run_recurrence
 from fastweights.ops.members import gated_deltanet2_operands
 
 
-class GatedDeltaNet2(Layer):
+class GatedDeltaNet2(FamilyLayer):
     """KDA with strengths per channel (arXiv 2605.22791).
 
         q, k, v = silu(convolution(W_qkv x)), q and k of unit length
@@ -49,8 +49,6 @@ class GatedDeltaNet2(Layer):
             :class:`fastweights.layers.Decay`.
         norm_eps: of the output norm.
     """
-
-    uses_decode_step = True
 
     def __init__(
         self,

@@ -9,13 +9,13 @@ from torch import nn
 from fastweights.dtypes import upcast
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.gates import low_rank
-from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
+from fastweights.layers.common.layer import FactoryOptions, FamilyLayer, Hidden
 from fastweights.layers.common.layer_arguments import scaled_size
 from fastweights.layers.common.output_norm import OutputNorm
 from fastweights.layers.common.state import LayerState, Offsets, run_recurrence
 
 
-class GatedLinearAttention(Layer):
+class GatedLinearAttention(FamilyLayer):
     """The additive rule with a decay per key channel (arXiv 2312.06635).
 
         q, k, v = W_qkv x
@@ -42,8 +42,6 @@ class GatedLinearAttention(Layer):
             is none.
         norm_eps: of the output norm.
     """
-
-    uses_decode_step = True
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.fused_step import fused_layer_step
 from fastweights.layers.common.gates import Decay, low_rank, write_strength
-from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
+from fastweights.layers.common.layer import FactoryOptions, FamilyLayer, Hidden
 from fastweights.layers.common.layer_arguments import (
     check_one_of,
     head_size,
@@ -23,7 +23,7 @@ Rule = Literal["additive", "delta"]
 Per = Literal["head", "channel", "constant"]
 
 
-class LinearRecurrence(Layer):
+class LinearRecurrence(FamilyLayer):
     """Any member of the family, all of them in the same surroundings.
 
         q, k, v = silu(convolution(W_qkv x)), q and k of unit length
@@ -62,8 +62,6 @@ class LinearRecurrence(Layer):
         A_range, dt_range: as in :class:`fastweights.layers.Decay`.
         norm_eps: of the output norm.
     """
-
-    uses_decode_step = True
 
     def __init__(
         self,

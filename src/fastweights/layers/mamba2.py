@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fastweights.dtypes import upcast
 from fastweights.layers.common.convolution import HeadsConvolution
 from fastweights.layers.common.gates import Decay
-from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
+from fastweights.layers.common.layer import FactoryOptions, FamilyLayer, Hidden
 from fastweights.layers.common.layer_arguments import scaled_size, whole_number
 from fastweights.layers.common.output_norm import OutputNorm
 from fastweights.layers.common.state import LayerState, Offsets, run_recurrence
@@ -28,7 +28,7 @@ class StepAndDecay(Decay):
         return dt, self.log_decay(dt)
 
 
-class Mamba2(Layer):
+class Mamba2(FamilyLayer):
     """Mamba-2's layer: a decay per head and step (arXiv 2405.21060).
 
         C, B, u = silu(convolution(W_x x))
@@ -61,8 +61,6 @@ class Mamba2(Layer):
         A_range, dt_range: as in :class:`fastweights.layers.Decay`.
         norm_eps: of the norm.
     """
-
-    uses_decode_step = True
 
     def __init__(
         self,

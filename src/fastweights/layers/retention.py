@@ -8,7 +8,7 @@ from torch import nn
 
 from fastweights.dtypes import compute_dtype
 from fastweights.heads import split_heads
-from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
+from fastweights.layers.common.layer import FactoryOptions, FamilyLayer, Hidden
 from fastweights.layers.common.layer_arguments import (
     check_even,
     head_size,
@@ -27,7 +27,7 @@ from fastweights.ops.members import lightning_decay, retnet_decay
 from fastweights.ranks.group import token_offset
 
 
-class MultiScaleRetention(Layer):
+class MultiScaleRetention(FamilyLayer):
     """RetNet's layer: a fixed decay per head (Sun et al. 2023, eq. 8).
 
         q, k, v = W_qkv x, q and k turned by their positions
@@ -52,8 +52,6 @@ class MultiScaleRetention(Layer):
         theta: base of the rotary positions.
         norm_eps: of the output norm.
     """
-
-    uses_decode_step = True
 
     def __init__(
         self,
@@ -98,7 +96,7 @@ class MultiScaleRetention(Layer):
         return y, LayerState(S=S, position=position)
 
 
-class LightningAttention(Layer):
+class LightningAttention(FamilyLayer):
     """Lightning Attention as in MiniMax-01 (arXiv 2501.08313).
 
         q, k, v = silu(W_qkv x)
@@ -128,8 +126,6 @@ class LightningAttention(Layer):
         num_layers: layers of the model.
         norm_eps: of the output norm.
     """
-
-    uses_decode_step = True
 
     def __init__(
         self,

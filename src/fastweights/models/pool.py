@@ -91,7 +91,7 @@ class StatePool:
         family = {
             x
             for x, layer in LAYERS.items()
-            if getattr(layer, "uses_decode_step", False)
+            if getattr(layer, "S_may_be_bf16", False)
         }
         if others := sorted(layer_types - family - {"softmax"}):
             raise ValueError(

@@ -130,16 +130,16 @@ class Layer(CheckedModule):
     reads_packs_as_rows: bool = False
     """Whether it reads packed sequences as rows, filled up to the longest."""
 
-    uses_decode_step: bool = False
-    """Whether a step is fastweights.decode_step, so that S may be bf16."""
+    handles_num_accepted: bool = False
+    """Whether ``compute`` does what ``LayerState.num_accepted`` asks for. Else
+    it is called for a token at a time."""
 
-    @property
-    def handles_num_accepted(self) -> bool:
-        """Whether ``compute`` does what ``LayerState.num_accepted`` asks for.
+    S_may_be_bf16: bool = False
+    """Whether a step reads and writes a pool's S in bf16."""
 
-        Else it is called for a token at a time.
-        """
-        return self.uses_decode_step
+    packs_are_capturable: bool = False
+    """Whether it reads packed sequences without waiting for the device, where
+    kernels compute its recurrence: a CUDA graph may hold the call."""
 
     preallocate_state: Callable[..., LayerState] | None = None
     """Where states grow: makes an empty one of (num_sequences, capacity)."""
@@ -237,6 +237,12 @@ class Layer(CheckedModule):
         """
         make = self.preallocate_state
         return _row_shapes(make(1, 1) if make else self.meta_state(1))
+
+
+class FamilyLayer(Layer):
+    """A layer whose recurrence is of the family: :func:`run_recurrence`'s."""
+
+    handles_num_accepted = S_may_be_bf16 = packs_are_capturable = True
 
 
 def _row_shapes(state: LayerState) -> dict[str, tuple[int, ...]]:
