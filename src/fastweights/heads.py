@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from jaxtyping import Float
 from torch import Tensor
 
 from fastweights.dtypes import upcast
 
-HeadLayout = tuple[int, int, int, int]
-"""H, K, HV, V: how many heads q and k have, of which size, and those of v."""
+
+class HeadLayout(NamedTuple):
+    """How many heads q and k have, and v; the sizes of theirs, and of v's."""
+
+    H: int
+    HV: int
+    K: int
+    V: int
+
+
+NO_HEADS = HeadLayout(H=0, HV=1, K=0, V=0)
+"""That of channels which are not cut into heads."""
 
 HeadStates = Float[Tensor, "N HV K V"]
 """The recurrence's states: a matrix per sequence and head of v."""
@@ -22,7 +34,7 @@ def split_heads(
     Float[Tensor, "B T HV V"],
 ]:
     """Views of x's channels as q, k and v, one behind the other."""
-    H, K, HV, V = layout
+    H, HV, K, V = layout
     q, k, v = x.split((H * K, H * K, HV * V), dim=-1)
     q, k = (t.unflatten(-1, (H, K)) for t in (q, k))
     return q, k, v.unflatten(-1, (HV, V))
@@ -32,7 +44,7 @@ def empty_heads(
     x: Float[Tensor, "B T C"], layout: HeadLayout
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v to be filled; without heads v in x's shape alone."""
-    (B, T, _), (H, K, HV, V) = x.shape, layout
+    (B, T, _), (H, HV, K, V) = x.shape, layout
     if not H:
         return x.new_empty(0), x.new_empty(0), x.new_empty(x.shape)
     q, k = (x.new_empty(B, T, H, K) for _ in "qk")

@@ -99,7 +99,7 @@ def forward(
 
     The tensors are contiguous, and there is a token.
     """
-    (B, T, C), (H, K, *_) = x.shape, layout
+    (B, T, C), H, K = x.shape, layout.H, layout.K
     outputs = empty_heads(x, layout)
     N, W = num_sequences(x, cu_seqlens), weight.shape[1]
     state = x.new_empty(N, W - 1, C)
@@ -131,7 +131,7 @@ def backward(
     Those of weight and bias are in fp32. The tensors are contiguous.
     """
     (B, T, C), W = x.shape, weight.shape[1]
-    H, K, *_ = layout
+    H, K = layout.H, layout.K
     few = bias is None and initial_state is None and dstate is None
     on_hopper = gpu_of(x.device).capability == (9, 0)
     lean = few and x.element_size() < 4 and on_hopper

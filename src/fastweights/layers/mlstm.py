@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastweights.dtypes import upcast
-from fastweights.heads import split_heads
+from fastweights.heads import HeadLayout, split_heads
 from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
 from fastweights.layers.common.layer_arguments import scaled_size
 from fastweights.layers.common.output_norm import OutputNorm
@@ -64,7 +64,7 @@ class MLSTM(Layer):
         K = scaled_size("qk_factor", qk_factor, H, dim=dim)
         V = scaled_size("v_factor", v_factor, H, dim=dim)
         self.dim, self.cap = dim, cap
-        self.layout = (H, K, H, V)
+        self.layout = HeadLayout(H, H, K, V)
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **factory)
         self.gates = nn.Linear(dim, 2 * H, **factory)

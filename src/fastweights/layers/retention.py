@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastweights.dtypes import compute_dtype
-from fastweights.heads import split_heads
+from fastweights.heads import HeadLayout, split_heads
 from fastweights.layers.common.layer import FactoryOptions, FamilyLayer, Hidden
 from fastweights.layers.common.layer_arguments import (
     check_even,
@@ -69,7 +69,7 @@ class MultiScaleRetention(FamilyLayer):
         V = scaled_size("expand_v", expand_v, H, dim=dim)
         check_even("dim / num_heads", K)  # channels turn in pairs
         self.dim, self.theta = dim, theta
-        self.layout = (H, K, H, V)
+        self.layout = HeadLayout(H, H, K, V)
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **factory)
         self.gate_proj = nn.Linear(dim, H * V, bias=False, **factory)
@@ -141,7 +141,7 @@ class LightningAttention(FamilyLayer):
     ) -> None:
         super().__init__()
         H, K = num_heads, head_size(head_dim, dim, num_heads)
-        self.dim, self.layout = dim, (H, K, H, K)
+        self.dim, self.layout = dim, HeadLayout(H, H, K, K)
         self.layer, self.num_layers = layer, num_layers
         lightning_decay(H, layer, num_layers)  # checks them
         factory: FactoryOptions = {"device": device, "dtype": dtype}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fastweights.deep import ttt
 from fastweights.dtypes import upcast
-from fastweights.heads import split_heads
+from fastweights.heads import HeadLayout, split_heads
 from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
 from fastweights.layers.common.layer_arguments import check_even, head_size
 from fastweights.layers.common.rotary import rotary
@@ -77,7 +77,7 @@ class TTTLinear(Layer):
         base_lr = self.default_lr if base_lr is None else base_lr
         H, K = num_heads, head_size(head_dim, dim, num_heads)
         check_even("head_dim", K)
-        self.dim, self.layout = dim, (H, K, H, K)
+        self.dim, self.layout = dim, HeadLayout(H, H, K, K)
         self.mini_batch, self.base_lr, self.theta = mini_batch, base_lr, theta
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **factory)

@@ -34,7 +34,7 @@ from fastweights.arguments import (
     refuse_shape,
 )
 from fastweights.dtypes import without_autocast
-from fastweights.heads import empty_heads
+from fastweights.heads import NO_HEADS, HeadLayout, empty_heads
 from fastweights.ops.common.backends import (
     KERNEL_OR_TORCH,
     KernelOrTorch,
@@ -105,7 +105,7 @@ def short_convolution(
     tensors = (x, weight, bias, initial_state, cu_seqlens)
     _check(*tensors, activation, backend)
     inputs: Any = [None if t is None else t.contiguous() for t in tensors]
-    options = ((0, 0, 1, 0), None, activation == "silu", backend)
+    options = ([*NO_HEADS], None, activation == "silu", backend)
     _, _, y, state = _convolution(*inputs, *options)
     return y, state
 
@@ -163,7 +163,7 @@ def convolve_heads(
     check_numbers("> 0", eps=eps)
     inputs: Any = [None if t is None else t.contiguous() for t in tensors]
     added = float(eps) if normalize else None
-    options = ((H, K, HV, V), added, activation == "silu", backend)
+    options = ((H, HV, K, V), added, activation == "silu", backend)
     return _convolution(*inputs, *options)
 
 
@@ -275,7 +275,7 @@ def _forward(
     check_offsets_on_host(inputs[-1], x.shape[1])
     record_run(f"{chosen} forward")
     with without_autocast(x):
-        return module.forward(x, *inputs, tuple(layout), eps, silu)
+        return module.forward(x, *inputs, HeadLayout(*layout), eps, silu)
 
 
 def _fake(
@@ -312,7 +312,7 @@ def _backward(
         None if t is None else t.contiguous() for t in (*outputs, dstate)
     )
     with without_autocast(x):
-        options = tuple(layout), eps, silu
+        options = HeadLayout(*layout), eps, silu
         grads = module.backward(*output_grads, x, *others, *options)
     return [
         grad.to(t.dtype).contiguous()

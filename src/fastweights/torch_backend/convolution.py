@@ -146,14 +146,14 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Float[Tensor, "N W-1 C"]]:
     """q, k, v and the last W - 1 inputs of each sequence.
 
-    ``layout`` is H, K, HV, V. Without an ``eps`` nothing is normalised.
+    Without an ``eps`` nothing is normalised.
     """
     rows, z, places = unactivated(x, weight, bias, initial_state, cu_seqlens)
     N, W = num_sequences(x, cu_seqlens), weight.shape[1]
     last = last_inputs(rows, places, N, W)
     state = x.new_empty(last.shape).copy_(last)
     y = F.silu(z, inplace=True) if silu else z
-    if not layout[0]:
+    if not layout.H:
         return x.new_empty(0), x.new_empty(0), y.to(x.dtype), state
     q, k, v = split_heads(y, layout)
     if eps is not None:
@@ -183,7 +183,7 @@ def backward(
     """
     rows, z, places = unactivated(x, weight, bias, initial_state, cu_seqlens)
     sigmoid = torch.sigmoid(z) if silu else None
-    if layout[0] and dq is not None and dk is not None:
+    if layout.H and dq is not None and dk is not None:
         dy = torch.cat([t.flatten(2) for t in (dq, dk, dv)], dim=2)
         dy = dy.to(rows.dtype)
         if eps is not None:

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fastweights.dtypes import cast_for_autocast
-from fastweights.heads import l2norm, split_heads
+from fastweights.heads import HeadLayout, l2norm, split_heads
 from fastweights.layers.common.layer import CheckedModule, FactoryOptions
 from fastweights.layers.common.layer_arguments import check_one_of
 from fastweights.layers.common.plain_modules import (
@@ -169,7 +169,7 @@ class HeadsConvolution(CheckedModule):
         else:
             x, past = self.short_convolution(x, state, cu_seqlens)
         (H, HV), (K, V) = self.heads, self.sizes
-        q, k, v = split_heads(x, (H, K, HV, V))
+        q, k, v = split_heads(x, HeadLayout(H, HV, K, V))
         if self.normalize:
             q, k = l2norm(q), l2norm(k)
         return q, k, v, past
