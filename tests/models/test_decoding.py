@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fastweights.models import (
 )
 from fastweights.models.captured_step import CapturedStep, is_capturable
 from fastweights.models.streaming import stream
+from fastweights.ops import record_backends
 
 GPU = pytest.mark.gpu
 SIZES = {"vocab_size": 97, "dim": 64, "num_layers": 2, "num_heads": 2}
@@ -48,6 +50,14 @@ for kind in LAYERS:
     m.generate(torch.zeros(2, 9, dtype=torch.int64), 2)
     assert not {"sympy", "torch._dynamo"} & {*sys.modules}, kind
 """
+
+
+def test_a_graphs_step_is_told():
+    step = CapturedStep()
+    step.warm, step.graph = True, SimpleNamespace(replay=lambda: None)
+    with record_backends() as ran:
+        step(None, [None])
+    assert ran == ["graph step"]
 
 
 def test_a_first_call_loads_no_compiler():

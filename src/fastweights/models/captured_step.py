@@ -18,6 +18,7 @@ from fastweights import torch_internals
 from fastweights.arguments import TENSOR_TYPES
 from fastweights.layers.common.state import with_room
 from fastweights.models.model import LanguageModel, LayerStates
+from fastweights.ops.common.backends import record_run
 
 SPARE_TOKENS = 256
 """For how many tokens more than there are a captured step has room."""
@@ -55,6 +56,7 @@ class CapturedStep:
         if self.graph is None or (grows and used > self.room):
             self._capture(step, states, used)
         assert self.graph is not None
+        record_run("graph step")
         self.graph.replay()
         for state in grows:
             state.tokens_read += self.tokens_per_row

@@ -417,7 +417,9 @@ class LanguageModel(CheckedModule):
         All prompts are read packed, in one go; then all rows go on
         together, one token per step, on states that stay where they are. On
         a GPU the step is captured in a CUDA graph, once per call, if nothing
-        in the model has to be called from Python (hooks, say).
+        in the model has to be called from Python (hooks, say);
+        :func:`fastweights.ops.record_backends` shows "graph step" for each,
+        and which layers of a step in Python have a fused one.
         ``model.compile(fullgraph=True)`` compiles these steps. What FSDP
         has sharded needs its ``register_fsdp_forward_method(model,
         "generate")`` before.

@@ -200,7 +200,10 @@ def record_backends() -> Iterator[list[str]]:
         backend and pass of each operator, such as "torch backward", of all
         threads: a backward on a GPU is in one of PyTorch's own. Passes are
         forward and backward, decode (:func:`fastweights.decode_step`),
-        fused_step (a layer's, of a few tokens) and solve (MesaNet's).
+        fused_step (a layer's, of a few tokens) and solve (MesaNet's); "graph
+        step" is a model's, as a CUDA graph. Where GatedDeltaNet, say, has no
+        fused_step, somebody has touched it (hooks, adapters), or the call is
+        compiled, under autocast, or of too many tokens.
     """
     ran: list[str] = []
     _records[id(ran)] = ran

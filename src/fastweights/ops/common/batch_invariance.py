@@ -47,5 +47,5 @@ def batch_invariant() -> Iterator[None]:
 
 
 def is_batch_invariant() -> bool:
-    """Whether an :func:`batch_invariant` is open."""
+    """Whether a :func:`batch_invariant` is open."""
     return _open > 0
