@@ -19,8 +19,7 @@ class HeadLayout(NamedTuple):
     V: int
 
 
-NO_HEADS = HeadLayout(H=0, HV=1, K=0, V=0)
-"""That of channels which are not cut into heads."""
+NO_HEADS = HeadLayout(H=0, HV=1, K=0, V=0)  # channels that are not cut
 
 HeadStates = Float[Tensor, "N HV K V"]
 """The recurrence's states: a matrix per sequence and head of v."""

@@ -246,8 +246,7 @@ def attend_with_state(
         return o, after
     keys, values = after.tensor("keys"), after.tensor("values")
     if not captured:  # else the room for all tokens that may come
-        read = after.tokens_read
-        keys, values = keys[:, :read], values[:, :read]
+        keys, values = (x[:, : after.tokens_read] for x in (keys, values))
     if state.rows is not None:
         rows = clamp_rows(state.rows, keys)
         keys, values = keys[rows], values[rows]
@@ -310,10 +309,9 @@ def append_keys(
         for x, new in ((keys, k), (values, v)):
             new = new[source].to(x.dtype)
             x.index_put_(index, new.where(exists, x[index]))
-    used = max(used, state.tokens_read)
-    return LayerState(
-        keys=keys, values=values, position=read, tokens_read=used
-    )
+    after = LayerState(keys=keys, values=values, position=read)
+    after.tokens_read = max(used, state.tokens_read)
+    return after
 
 
 def grow_to(x: Tensor, capacity: int) -> Tensor:

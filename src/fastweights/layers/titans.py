@@ -23,13 +23,13 @@ from fastweights.layers.common.layer_arguments import head_size, scaled_size
 from fastweights.layers.common.output_norm import OutputNorm
 from fastweights.layers.common.plain_modules import (
     is_untouched,
-    remember_source_forward,
+    note_source_forward,
 )
 from fastweights.layers.common.state import LayerState, Offsets
 from fastweights.layers.common.unpacked_rows import UnpackedRows
 
 
-@remember_source_forward
+@note_source_forward
 class StartWeights(CheckedModule):
     """What every sequence's memory begins with: weights, and its norm's.
 

@@ -27,7 +27,7 @@ from fastweights.layers.common.layer_arguments import check_one_of
 from fastweights.layers.common.plain_modules import (
     is_plain,
     is_plain_product,
-    remember_source_forward,
+    note_source_forward,
 )
 from fastweights.models.config import LAYERS, ModelConfig
 from fastweights.models.loss import (
@@ -43,7 +43,7 @@ LayerStates = list[LayerState | None]
 """Those of a model's layers, in their order."""
 
 
-@remember_source_forward
+@note_source_forward
 class SwiGLU(nn.Module):
     """W_down (silu(W_gate x) * W_up x) (Shazeer 2020).
 
@@ -418,8 +418,7 @@ class LanguageModel(CheckedModule):
         together, one token per step, on states that stay where they are. On
         a GPU the step is captured in a CUDA graph, once per call, if nothing
         in the model has to be called from Python (hooks, say);
-        :func:`fastweights.ops.record_backends` shows "graph step" for each,
-        and which layers of a step in Python have a fused one.
+        :func:`fastweights.ops.record_backends` shows it, a "graph step".
         ``model.compile(fullgraph=True)`` compiles these steps. What FSDP
         has sharded needs its ``register_fsdp_forward_method(model,
         "generate")`` before.

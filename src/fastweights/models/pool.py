@@ -142,8 +142,7 @@ class StatePool:
     def restore(self, row: int, snapshot: list[LayerState]) -> None:
         """Copy a snapshot to a row, which may be another than its own.
 
-        Or the states of one sequence after calls of the model, of whose
-        tokens ``tokens_read`` counts those that a layer has keys of.
+        Or states of the model's own calls: their tokens count if in keys.
         """
         (row,) = self._checked_rows("row", [row])
         read = max((state.tokens_read for state in snapshot), default=0)

@@ -16,8 +16,7 @@ and Mamba's selective scan have steps of their own.
 # them. A request is in request, states kept for others that begin alike in
 # prefixes. These are friends: a request calls its engine's methods with an
 # underscore, engine and model_runner set its row and num_drawn, and look into
-# the pool's free and tokens_read. The steps of operators are in ops, the pool
-# in models.
+# the pool's free and tokens_read. Operators' steps are in ops, pool in models.
 
 from fastweights.models.pool import StatePool
 from fastweights.ops.decode import NARROW_STATE_DTYPES, decode_step

@@ -15,7 +15,7 @@ from fastweights.layers.common.layer import CheckedModule, FactoryOptions
 from fastweights.layers.common.layer_arguments import check_one_of
 from fastweights.layers.common.plain_modules import (
     is_plain,
-    remember_source_forward,
+    note_source_forward,
 )
 from fastweights.layers.common.state import LayerState, Offsets
 from fastweights.ops.convolution import (
@@ -27,7 +27,7 @@ from fastweights.ops.convolution import (
 Past = Float[Tensor, "N W-1 C"]
 
 
-@remember_source_forward
+@note_source_forward
 class ShortConvolution(CheckedModule):
     """A causal convolution per channel, then SiLU.
 
@@ -86,7 +86,7 @@ class ShortConvolution(CheckedModule):
         return y, accepted_past(past, x, state)
 
 
-@remember_source_forward
+@note_source_forward
 class HeadsConvolution(CheckedModule):
     """q, k and v of a recurrence, from channels [q | k | v].
 

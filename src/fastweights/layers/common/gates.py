@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from fastweights.dtypes import compute_dtype, upcast
 from fastweights.layers.common.layer import CheckedModule, FactoryOptions
 from fastweights.layers.common.layer_arguments import check_range
-from fastweights.layers.common.plain_modules import remember_source_forward
+from fastweights.layers.common.plain_modules import note_source_forward
 
 SMALLEST = 1e-4  # A and dt at the start
 
 
-@remember_source_forward
+@note_source_forward
 class Decay(CheckedModule):
     """g = -exp(A_log) softplus(a + dt_bias): Mamba-2's gate (Dao and Gu 2024).
 

@@ -22,7 +22,7 @@ from fastweights.arguments import (
     check_sizes,
 )
 from fastweights.layers.common.layer_arguments import check_input
-from fastweights.layers.common.plain_modules import remember_source_forward
+from fastweights.layers.common.plain_modules import note_source_forward
 from fastweights.layers.common.state import (
     LayerState,
     Offsets,
@@ -110,7 +110,7 @@ class CheckedModule(nn.Module):
             cls.__init__ = checked  # type: ignore[method-assign]
 
 
-@remember_source_forward
+@note_source_forward
 class Layer(CheckedModule):
     """A layer: y, state = layer(x, state, cu_seqlens).
 
@@ -138,8 +138,7 @@ class Layer(CheckedModule):
     """Whether a step reads and writes a pool's S in bf16."""
 
     packs_are_capturable: bool = False
-    """Whether it reads packed sequences without waiting for the device, where
-    kernels compute its recurrence: a CUDA graph may hold the call."""
+    """Whether kernels read packs without waiting: for CUDA graphs."""
 
     preallocate_state: Callable[..., LayerState] | None = None
     """Where states grow: makes an empty one of (num_sequences, capacity)."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fastweights.dtypes import upcast
 from fastweights.layers.common.layer import CheckedModule
 from fastweights.layers.common.layer_arguments import check_one_of
-from fastweights.layers.common.plain_modules import remember_source_forward
+from fastweights.layers.common.plain_modules import note_source_forward
 from fastweights.ops.output_norm import (
     ACTIVATIONS,
     GateActivation,
@@ -18,7 +18,7 @@ from fastweights.ops.output_norm import (
 )
 
 
-@remember_source_forward
+@note_source_forward
 class OutputNorm(CheckedModule):
     """A norm over each head's channels, times a function of a gate.
 

@@ -22,7 +22,7 @@ SOURCE_FORWARDS: dict[type[nn.Module], Callable] = {}
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module])
 
 
-def remember_source_forward(module_class: ModuleClass) -> ModuleClass:
+def note_source_forward(module_class: ModuleClass) -> ModuleClass:
     """A decorator: enter a class and its forward into SOURCE_FORWARDS."""
     forward = module_class.forward
     # One that somebody else has put there is not in the source.
@@ -32,7 +32,7 @@ def remember_source_forward(module_class: ModuleClass) -> ModuleClass:
 
 
 for _class in (nn.Embedding, nn.Linear, nn.RMSNorm, nn.Sequential):
-    remember_source_forward(_class)
+    note_source_forward(_class)
 
 
 def is_untouched(

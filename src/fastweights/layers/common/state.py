@@ -107,12 +107,8 @@ class LayerState:
         all_inside: bool | None = None,
     ) -> LayerState:
         """The same as :meth:`at`, of rows known to be right."""
-        return LayerState(
-            **self.tensors(),
-            tokens_read=tokens_read,
-            rows=rows,
-            all_inside=all_inside,
-        )
+        call: Any = self.tensors() | {"rows": rows, "all_inside": all_inside}
+        return LayerState(**call, tokens_read=tokens_read)
 
     def batch_rows(self, name: str) -> Tensor:
         """The field of this name, or of a pool a copy of the batch's rows.

@@ -202,8 +202,7 @@ def record_backends() -> Iterator[list[str]]:
         forward and backward, decode (:func:`fastweights.decode_step`),
         fused_step (a layer's, of a few tokens) and solve (MesaNet's); "graph
         step" is a model's, as a CUDA graph. Where GatedDeltaNet, say, has no
-        fused_step, somebody has touched it (hooks, adapters), or the call is
-        compiled, under autocast, or of too many tokens.
+        fused_step, hooks, adapters or autocast are in its way.
     """
     ran: list[str] = []
     _records[id(ran)] = ran
