@@ -4,16 +4,24 @@ import torch
 import torch.nn.functional as F
 
 from fastweights.checks import relative_error
-from fastweights.heads import empty_heads, l2norm, per_value_head, split_heads
+from fastweights.heads import (
+    NO_HEADS,
+    HeadLayout,
+    empty_heads,
+    l2norm,
+    per_value_head,
+    split_heads,
+)
 
 
 def test_channels_are_cut_into_heads_and_back():
-    x, heads = torch.randn(2, 3, 2 * 4 * 5 + 8 * 7), (4, 5, 8, 7)
-    parts = split_heads(x, heads)
+    layout = HeadLayout(H=4, HV=8, K=5, V=7)
+    x = torch.randn(2, 3, 2 * 4 * 5 + 8 * 7)
+    parts = split_heads(x, layout)
     assert torch.equal(torch.cat([t.flatten(2) for t in parts], -1), x)
-    rooms = empty_heads(x, heads)
+    rooms = empty_heads(x, layout)
     assert [t.shape for t in rooms] == [t.shape for t in parts]
-    none, _, whole = empty_heads(x, (0, 0, 0, 0))
+    none, _, whole = empty_heads(x, NO_HEADS)
     assert none.numel() == 0 and whole.shape == x.shape
 
 

@@ -134,10 +134,8 @@ def check_recurrence_arguments(
     if initial_state is not None and initial_state.shape != (N, HV, K, V):
         need = f"[{N}, {HV}, {K}, {V}]"
         refuse_shape(state_name, initial_state, need)
-    if scale is not None and not isinstance(scale, numbers.Real):
-        raise TypeError(
-            f"scale: got {type(scale).__name__}, need a real number or None"
-        )
+    if scale is not None:
+        check_numbers("any", scale=scale)
     if chunk_size is None:
         return
     if not isinstance(chunk_size, int):

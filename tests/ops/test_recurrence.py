@@ -613,7 +613,11 @@ initial_state=ones(1, 4, 3, 5, dtype=torch.float64)
 initial_state=ones(1, 4, 3, 5, dtype=torch.bfloat16)
     TypeError: initial_state: got torch.bfloat16, need torch.float32
 scale="1"
-    TypeError: scale: got str, need a real number or None
+    TypeError: scale: got str, need a real number
+scale=True
+    TypeError: scale: got bool, need a real number
+scale=float("nan")
+    ValueError: scale: got nan, need a finite number
 chunk_size=64.0
     TypeError: chunk_size: got float, need an int or None
 """

@@ -229,6 +229,8 @@ def test_steps_refuse_what_is_no_function_no_flag_and_no_few_tokens():
     x, *_ = normalised()
     with pytest.raises(TypeError, match="feature_map: got str, need a funct"):
         linear_attention_step(**x, state=None, feature_map="elu")
+    with pytest.raises(TypeError, match="feature_map: got str, need a funct"):
+        fw.linear_attention(x["q"], x["k"], x["v"], feature_map="elu")
     x, _, step, (state,) = selective(1)
     x = {name: torch.cat([y, y], 1) for name, y in x.items()}
     with pytest.raises(ValueError, match=r"x: got shape .*T <= 16"):

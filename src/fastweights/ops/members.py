@@ -36,6 +36,7 @@ from fastweights.heads import HeadStates, per_value_head
 from fastweights.ops.common.backends import Backend
 from fastweights.ops.normaliser import (
     check_normalised,
+    features,
     recurrence_with_normaliser,
 )
 from fastweights.ops.recurrence import linear_recurrence
@@ -160,8 +161,7 @@ def linear_attention(
         eps: added to what divides, >= 0.
     """
     check_dims("[B, T, heads, width]", q=q, k=k, v=v)
-    if feature_map is not None:
-        q, k = feature_map(q), feature_map(k)
+    q, k = features(feature_map, q, k)
     check_flags(normalize=normalize)
     check_numbers(">= 0", eps=eps)
     if not normalize:

@@ -33,6 +33,18 @@ Ones = Float[Tensor, "B T HV 1"]
 StateAndNormaliser = Float[Tensor, "N HV K V+1"]
 
 
+def features(
+    feature_map: Callable[[Tensor], Tensor] | None, q: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor]:
+    """q and k, or what a feature map makes of each."""
+    if feature_map is None:
+        return q, k
+    if not callable(feature_map):
+        got = type(feature_map).__name__
+        raise TypeError(f"feature_map: got {got}, need a function or None")
+    return feature_map(q), feature_map(k)
+
+
 def recurrence_with_normaliser(
     q: Float[Tensor, "B T H K"],
     k: Float[Tensor, "B T H K"],
@@ -151,13 +163,7 @@ def linear_attention_step(
         ValueError: a shape, value or device does not fit, there are more than
             16 tokens, or a gradient is needed.
     """
-    if feature_map is not None:
-        if not callable(feature_map):
-            raise TypeError(
-                f"feature_map: got {type(feature_map).__name__}, need a "
-                "function or None"
-            )
-        q, k = feature_map(q), feature_map(k)
+    q, k = features(feature_map, q, k)
     check_numbers(">= 0", eps=eps)
     refuse_ranks("linear_attention_step")
     q, k, v = cast_for_autocast(q, k, v)
