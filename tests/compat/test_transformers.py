@@ -125,7 +125,7 @@ def trained(m, **inputs):
     }
 
 
-def same(grads, wanted):
+def assert_same(grads, wanted):
     """Of two of our fp32 runs: within 1e-5, or as far as fp32 goes.
 
     The two parameters of the gates have one number per head, whose gradient
@@ -287,7 +287,7 @@ def test_each_packed_document_is_itself_alone(name, by):
             assert (packed - alone).abs().max() <= 1e-5
             for key in part:
                 total[key] = total[key] + part[key] * ids.shape[1] / 70
-    same(grads, total)
+    assert_same(grads, total)
 
 
 COMPILED = [
@@ -346,7 +346,7 @@ def test_training_on_packed_documents_compiles_whole(name, backend):
         m.zero_grad()
         logits.square().mean().backward()
     assert (logits - want).abs().max() <= 1e-5
-    same({key: x.grad for key, x in m.named_parameters()}, wanted)
+    assert_same({key: x.grad for key, x in m.named_parameters()}, wanted)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "minimax"])

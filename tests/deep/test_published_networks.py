@@ -114,8 +114,8 @@ def test_lact_layer_of_its_authors():
         theta=100.0,
         **DOUBLE,
     )
-    same = ("o_proj.weight", "q_norm.weight", "k_norm.weight")
-    ours = {name: w[name] for name in same}
+    unchanged = ("o_proj.weight", "q_norm.weight", "k_norm.weight")
+    ours = {name: w[name] for name in unchanged}
     ours |= {f"qk_{n}": w[f"qk_{n}"].mT for n in ("scale", "offset")}
     ours |= {f"w{i}": w[f"w{i}"].mT for i in range(3)}
     ours |= {

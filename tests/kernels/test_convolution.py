@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.convolution_inputs import HEADS, convolution_inputs, flat
-from support.inputs import results, same
+from support.inputs import assert_same, results
 from support.kernel_judge import needs_memory
 from support.pairwise import parametrize_pairs
 
@@ -29,7 +29,7 @@ def judge(function, x, tolerance=1e-6, **options):
     assert found["o"].dtype == found["state"].dtype == x["x"].dtype
     exact = {name: t.double() for name, t in x.items()}
     ref = results(function, exact, backend="torch", **options)
-    same(found, ref, tolerance)
+    assert_same(found, ref, tolerance)
     return found
 
 
@@ -210,7 +210,7 @@ def test_packed_on_gpu(heads, sizes, dtype, W):
     options = {"heads": heads, "sizes": sizes}
     options["cu_seqlens"] = torch.tensor(offsets, device="cuda")
     first = judge(flat, x, BUDGETS[dtype], **options)
-    same(results(flat, x, **options), first, 0.0)
+    assert_same(results(flat, x, **options), first, 0.0)
 
 
 @pytest.mark.gpu
@@ -220,7 +220,7 @@ def test_a_batch_on_gpu(dtype, T):
     """5000 tokens have long chunks in the backward."""
     x = convolution_inputs(B=2, T=T, C=200, dtype=dtype, device="cuda")
     first = judge(short_convolution, x, BUDGETS[dtype])
-    same(results(short_convolution, x), first, 0.0)
+    assert_same(results(short_convolution, x), first, 0.0)
 
 
 @pytest.mark.gpu
@@ -237,7 +237,7 @@ def test_offsets_past_2_31():
     few = x[:, -8:].detach().double().requires_grad_()
     ref, _ = short_convolution(few, weight.double(), backend="torch")
     ref.backward(torch.ones_like(ref))
-    same(
+    assert_same(
         {"y": y[0, -5:].detach(), "dx": x.grad[0, -5:]},
         {"y": ref[0, -5:].detach(), "dx": few.grad[0, -5:]},
         3e-3,

@@ -49,7 +49,7 @@ def tiles():
     )
 
 
-def agree(found, ref):
+def assert_agree(found, ref):
     for x, y in zip(found, ref, strict=True):
         assert x.dtype == y.dtype and x.type == y.type
         assert np.array_equal(x.handle.data, y.handle.data)
@@ -65,7 +65,7 @@ def test_reductions_are_tritons(own, combine, axis, keep):
     def reduced():
         return ReduceOps(axis, combine, keep).apply(tiles())
 
-    agree(reduced(), own(reduced))
+    assert_agree(reduced(), own(reduced))
 
 
 @pytest.mark.usefixtures("launched")
@@ -77,7 +77,7 @@ def test_scans_are_tritons(own, axis, reverse):
     def scanned():
         return ScanOps(axis, compose, reverse).apply(tiles())
 
-    agree(scanned(), own(scanned))
+    assert_agree(scanned(), own(scanned))
 
 
 def test_whole_calls(own):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.inputs import same
+from support.inputs import assert_same
 from support.kernel_judge import deep_results, on_devices
 
 from fastweights import ops
@@ -62,7 +62,7 @@ def judge(x, tolerance=None, **options):
         want = deep_results(call, exact, "torch", **options)
     assert not any("triton" in what for what in ran)
     single = x["q"].dtype == torch.float32
-    same(found, want, tolerance or (1e-5 if single else HALF))
+    assert_same(found, want, tolerance or (1e-5 if single else HALF))
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,10 @@ def test_gates_that_end_everything():
         ]
         o, last = call(x, "triton")
     assert o.isfinite().all()
-    same({"o": o}, {"o": torch.cat([part[0] for part in parts], 1)}, 1e-5)
-    same({"state": last}, {"state": parts[-1][1]}, 1e-5)
+    assert_same(
+        {"o": o}, {"o": torch.cat([part[0] for part in parts], 1)}, 1e-5
+    )
+    assert_same({"state": last}, {"state": parts[-1][1]}, 1e-5)
     assert not torch.allclose(want, o)
     assert not torch.allclose(state, last)
 
@@ -132,7 +134,7 @@ def test_one_token_goes_on_without_the_kernel():
     with ops.record_backends() as ran:
         found = deep_results(call, x, "triton")
     assert "triton solve" not in ran
-    same(found, deep_results(call, x, "torch"), 1e-5)
+    assert_same(found, deep_results(call, x, "torch"), 1e-5)
 
 
 def test_rows_that_are_solved_stay():
@@ -142,7 +144,7 @@ def test_rows_that_are_solved_stay():
     with torch.no_grad():
         few, many = (call(x, "triton", steps=n)[0] for n in (8, 60))
     assert many[:, 3].eq(0).all()
-    same({"o": many}, {"o": few}, 1e-5)
+    assert_same({"o": many}, {"o": few}, 1e-5)
 
 
 def test_what_the_kernel_does_not_take():

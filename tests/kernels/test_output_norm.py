@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.graphs import in_one_graph
-from support.inputs import same
+from support.inputs import assert_same
 from support.norm_inputs import norm_inputs, norm_results
 from support.operator_cases import OpChecks
 
@@ -21,7 +21,9 @@ def judge(x, tolerance=1e-6, **options):
     for name, t in x.items():
         assert found[f"d{name}"].dtype == t.dtype, name
     exact = {name: t.double() for name, t in x.items()}
-    same(found, norm_results(gated_rms_norm, exact, **options), tolerance)
+    assert_same(
+        found, norm_results(gated_rms_norm, exact, **options), tolerance
+    )
     return found
 
 
@@ -70,7 +72,7 @@ def test_half_precision_sums_its_gradients_in_fp32():
     found = judge(norm_inputs(V=32, **kind), 4e-4)
     x = {name: t.double() for name, t in norm_inputs(V=32, **kind).items()}
     ref = norm_results(gated_rms_norm, x)
-    same({"dw": found["dweight"]}, {"dw": ref["dweight"]}, 1e-6)
+    assert_same({"dw": found["dweight"]}, {"dw": ref["dweight"]}, 1e-6)
 
 
 @pytest.mark.usefixtures("few")
@@ -82,9 +84,9 @@ def test_other_layouts():
         "o": x["o"].mT.contiguous().mT,
         "gate": x["gate"].mT.contiguous().mT,
     }
-    same(judge(x | views, eps=0.0), ref, 0.0)
+    assert_same(judge(x | views, eps=0.0), ref, 0.0)
     views = {"gate": x["gate"].transpose(0, 1).contiguous().transpose(0, 1)}
-    same(judge(x | views, eps=0.0), ref, 0.0)
+    assert_same(judge(x | views, eps=0.0), ref, 0.0)
 
 
 def test_a_slice_of_a_projection_is_not_copied():
@@ -110,7 +112,7 @@ def test_the_operators_in_torchs_own_checks_and_compiled(gate):
     with ops.record_backends() as ran, in_one_graph(gated_rms_norm) as run:
         found = norm_results(run, x, backend="triton")
     assert ran == ["triton forward", "triton backward"]
-    same(found, want, 0.0)
+    assert_same(found, want, 0.0)
 
 
 BUDGETS = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 3e-6}
@@ -132,4 +134,4 @@ def test_the_kernels_on_a_gpu_give_the_same_bits_twice(
     x = norm_inputs(B=1, T=4097, HV=2, V=V, groups=groups, gate=gate, **kind)
     first = judge(x, BUDGETS[dtype], activation=activation)
     again = norm_results(gated_rms_norm, x, activation=activation)
-    same(again, first, 0.0)
+    assert_same(again, first, 0.0)

@@ -209,7 +209,7 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
         dbeta = (k * de).sum(-1) + (v / beta * dv).sum(-1)
         dk, dv, dbeta = dk + beta * de, beta * dv, dbeta[..., None]
 
-    def agree(found, ref):
+    def assert_agree(found, ref):
         ref = chunkwise.from_chunks(ref, T)
         ref = ref if found.dim() == 4 else ref[..., 0]
         assert relative_error(found, ref) < 1e-5
@@ -240,7 +240,7 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
         ("derase_key", de),
     ):
         if name in found:
-            agree(found[name], ref)
+            assert_agree(found[name], ref)
     for name, ref in (("state", state), ("dinitial_state", dinitial)):
         assert relative_error(found[name], ref) < 1e-5
     for name, ref in (("h", h), ("dh", dh)):

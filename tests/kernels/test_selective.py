@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from support.inputs import results, same
+from support.inputs import assert_same, results
 from support.kernel_judge import needs_memory
 from support.pairwise import parametrize_pairs
 from support.scan_inputs import scan_inputs
@@ -33,7 +33,7 @@ def judge(x, *, use="both", **options):
     exact = {name: t.double() for name, t in x.items()}
     ref = results(fw.selective_scan, exact, backend="loop", **options)
     single = x["x"].dtype == torch.float32
-    same(found, ref, 1e-5 if single else HALF)
+    assert_same(found, ref, 1e-5 if single else HALF)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_offsets_that_are_none_stay_within_the_tokens(monkeypatch):
         results(fw.selective_scan, x, backend="triton", cu_seqlens=offsets)
         for offsets in torch.tensor([[-2, 8, 9, 7], [0, 6, 6, 6]])
     )
-    same(found, ref, 0.0)
+    assert_same(found, ref, 0.0)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -97,7 +97,7 @@ def test_the_gate_is_taken_in_single_precision():
     ref = results(fw.selective_scan, exact, dt_softplus=True, backend="loop")
     single = ("dD", "dA", "dz", "ddt", "ddt_bias")
     found, ref = ({name: x[name] for name in single} for x in (found, ref))
-    same(found, ref, 1e-5)
+    assert_same(found, ref, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -160,4 +160,6 @@ def test_offsets_past_2_31():
     last = x[0, -1].detach().double()
     found = {"y": y[0, -1].detach(), "dx": x.grad[0, -1], "state": state[0]}
     ref = dict.fromkeys(("y", "dx"), read * last)
-    same(found, ref | {"state": torch.outer(last, B[0, -1].double())}, 5e-3)
+    assert_same(
+        found, ref | {"state": torch.outer(last, B[0, -1].double())}, 5e-3
+    )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.graphs import in_one_graph
-from support.inputs import same
+from support.inputs import assert_same
 from support.kernel_judge import DEVICES, deep_results, on_devices
 from support.operator_cases import OpChecks
 
@@ -57,7 +57,7 @@ def judge(x, use="both", tolerance=None):
         want = deep_results(call, exact, "torch", use)
     assert not ran
     single = x["q"].dtype == torch.float32
-    same(found, want, tolerance or (1e-5 if single else HALF))
+    assert_same(found, want, tolerance or (1e-5 if single else HALF))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_views_that_are_not_contiguous():
     views = {n: t.mT.contiguous().mT for n, t in x.items() if t.dim() > 1}
     with OpChecks():
         found = deep_results(call, x | views, "triton")
-    same(found, deep_results(call, x, "triton"), 0.0)
+    assert_same(found, deep_results(call, x, "triton"), 0.0)
 
 
 def test_kept_for_a_backward_only():
@@ -136,7 +136,7 @@ def test_in_one_compiled_graph(device):
     with ops.record_backends() as ran, in_one_graph(call, backend) as run:
         found = deep_results(run, x, "triton")
     assert ran == TRITON
-    same(found, deep_results(call, x, "triton"), tolerance)
+    assert_same(found, deep_results(call, x, "triton"), tolerance)
 
 
 def test_what_the_kernel_does_not_take():
@@ -202,4 +202,4 @@ def test_deterministic_on_gpu():
     x = ttt_inputs(B=4, T=500, H=8, K=64, C=16, dtype=torch.bfloat16)
     x = {name: t.cuda() for name, t in x.items()}
     first, second = (deep_results(call, x, "triton") for _ in range(2))
-    same(second, first, 0.0)
+    assert_same(second, first, 0.0)

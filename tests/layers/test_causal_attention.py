@@ -41,7 +41,7 @@ def with_gradients(o, inputs):
     return o, *torch.autograd.grad(o, inputs, do)
 
 
-def same(found, want, tol):
+def assert_same(found, want, tol):
     for x, y in zip(found, want, strict=True):
         assert x.shape == y.shape
         assert relative_error(x, y) < tol
@@ -55,14 +55,14 @@ def test_tiles_of_packed_sequences_are_each_alone(size, shared, monkeypatch):
     want = with_gradients(alone(*x), x)
     for dtype in (torch.int32, torch.int64):
         o = attend_by_tiles(*x, OFFSETS.to(dtype))
-        same(with_gradients(o, x), want, 1e-13)
+        assert_same(with_gradients(o, x), want, 1e-13)
 
 
 def test_on_a_cpu_each_is_alone():
     x = heads()
     for offsets in (OFFSETS, OFFSETS.int()):
         o = packed_attention(*x, offsets)
-        same(with_gradients(o, x), with_gradients(alone(*x), x), 1e-13)
+        assert_same(with_gradients(o, x), with_gradients(alone(*x), x), 1e-13)
 
 
 def test_memory_grows_with_the_tokens(monkeypatch):
@@ -97,7 +97,7 @@ def test_tiles_compile_whole(name, backend, monkeypatch):
         y, state = call(x, cu_seqlens=OFFSETS)
         assert state is None
         results.append(with_gradients(y, [*layer.parameters()]))
-    same(results[1], results[0], 1e-5)
+    assert_same(results[1], results[0], 1e-5)
 
 
 def literal(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa):
@@ -131,10 +131,10 @@ def test_what_a_gpu_is_asked_for(shared, monkeypatch):
     pretend(monkeypatch)
     with torch.no_grad():
         x = heads(HK=2 if shared else 4)
-        same([packed_attention(*x, OFFSETS)], [alone(*x)], 1e-13)
+        assert_same([packed_attention(*x, OFFSETS)], [alone(*x)], 1e-13)
         one = [y[:, :1] for y in x]
         o = packed_attention(*one, torch.tensor([0, 0, 1]))
-        same([o], [alone(*one, [0, 1])], 1e-13)
+        assert_same([o], [alone(*one, [0, 1])], 1e-13)
 
 
 @pytest.mark.parametrize("HK", [4, 2, 1])
@@ -160,7 +160,7 @@ def test_under_autocast_it_is_in_half_precision(kernels, monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         o = packed_attention(*x, OFFSETS)
     assert o.dtype == torch.bfloat16
-    same(with_gradients(o, x), with_gradients(alone(*x), x), 0.02)
+    assert_same(with_gradients(o, x), with_gradients(alone(*x), x), 0.02)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def judge_on_gpu(dtype, K, HK, call=packed_attention):
         torch.cuda.set_sync_debug_mode("default")
     want = with_gradients(alone(*x, DOCUMENTS), x)
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3}.get(dtype, 0.015)
-    same(with_gradients(o, x), want, tolerance)
+    assert_same(with_gradients(o, x), want, tolerance)
 
 
 @pytest.mark.gpu

@@ -295,7 +295,7 @@ def test_three_convolutions_are_one():
 
 def test_lightning_as_transformers_and_as_minimax():
     """At a power of two they agree; else transformers has other slopes."""
-    for heads, same in ((4, True), (3, False)):
+    for heads, assert_same in ((4, True), (3, False)):
         layer = LightningAttention(8, heads, 2, layer=1, num_layers=4).double()
         x = hidden(1, 5, dtype=torch.float64)
         y, _ = layer(x)
@@ -310,7 +310,7 @@ def test_lightning_as_transformers_and_as_minimax():
         o = torch.einsum("bhts,bshd->bthd", scores, v).flatten(2)
         o = F.rms_norm(o, (2 * heads,), eps=1e-6)
         want = layer.o_proj(o * layer.gate_proj(x).sigmoid())
-        assert (relative_error(y, want) < 1e-4) == same
+        assert (relative_error(y, want) < 1e-4) == assert_same
 
 
 @pytest.mark.parametrize("name", LAYER_CASES)

@@ -21,7 +21,7 @@ LENGTHS = [5, 0, 1, 18, 3]
 NO_STATE = "softmax"
 
 
-def agree(found, want, tol=1e-5, label=""):
+def assert_agree(found, want, tol=1e-5, label=""):
     assert found.shape == want.shape, label
     if not want.is_floating_point():
         assert torch.equal(found, want), label
@@ -32,11 +32,11 @@ def agree(found, want, tol=1e-5, label=""):
     assert relative_error(found, want) < tol, label
 
 
-def same_state(found, want, tol=1e-5):
+def assert_same_state(found, want, tol=1e-5):
     found, want = contents(found), contents(want)
     assert found.keys() == want.keys()
     for name in want:
-        agree(found[name], want[name], tol, name)
+        assert_agree(found[name], want[name], tol, name)
 
 
 def offsets(lengths):
@@ -66,8 +66,8 @@ def test_in_pieces_as_at_once(name, pieces, gradients):
         for part in x.split(pieces, 1):
             y, state = layer(part, state)
             outputs.append(y)
-    agree(torch.cat(outputs, 1), want)
-    same_state(state, want_state)
+    assert_agree(torch.cat(outputs, 1), want)
+    assert_same_state(state, want_state)
 
 
 @parametrize_all(name=list(LAYER_CASES), gradients=[False, True])
@@ -76,14 +76,14 @@ def test_packed_as_alone(name, gradients):
     with torch.set_grad_enabled(gradients):
         want, states = alone(layer, x, LENGTHS)
         y, state = layer(x, cu_seqlens=offsets(LENGTHS))
-    agree(y, want)
+    assert_agree(y, want)
     if name.startswith(NO_STATE) and gradients:
         assert state is None  # as its docstring says
         return
     for n, one in enumerate(states):
         row = state.select(torch.tensor([n]))
         if one is not None:
-            same_state(row, one)
+            assert_same_state(row, one)
             continue
         for key, empty in contents(row).items():
             nothing = -torch.inf if key == "m" else 0
@@ -108,9 +108,9 @@ def test_packed_and_continued(name, then, gradients):
         else:
             y, state = layer(more.unflatten(1, (-1, 4))[0], state)
             y = y.flatten(0, 1)[None]
-    agree(y, want)
+    assert_agree(y, want)
     for n, one in enumerate(states):
-        same_state(state.select(torch.tensor([n])), one)
+        assert_same_state(state.select(torch.tensor([n])), one)
 
 
 @parametrize_all(
@@ -131,7 +131,7 @@ def test_a_nan_stays_in_its_document(name, before, where):
     place = torch.arange(sum(LENGTHS))
     others = (place < 6) | (place >= 24)
     for clean, dirty in zip(*found, strict=True):
-        agree(dirty[:, others], clean[:, others])
+        assert_agree(dirty[:, others], clean[:, others])
     assert found[1][1].isnan().any()
 
 
@@ -260,7 +260,7 @@ def test_compiled(name):
             new = hidden(2, 1, seed=n, dtype=torch.float64)
             want, _ = layer(new, state)
             y, after = run(new, other)
-            agree(y, want)
+            assert_agree(y, want)
         assert after is other
-        same_state(other, state)
+        assert_same_state(other, state)
     assert places == {k: t.data_ptr() for k, t in other.tensors().items()}

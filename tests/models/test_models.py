@@ -29,7 +29,7 @@ def gradients(model, loss):
     return [p.grad.clone() for p in model.parameters()]
 
 
-def agree(found, expected, atol=1e-6):
+def assert_agree(found, expected, atol=1e-6):
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=atol)
 
@@ -218,13 +218,13 @@ def test_the_loss_in_pieces_is_pytorchs(ignored):
     ).nan_to_num()
     loss = models.cross_entropy(x, w, targets, index)
     with torch.no_grad():
-        same = models.cross_entropy(x, w, targets, index)
+        without_gradient = models.cross_entropy(x, w, targets, index)
     each = models.token_losses(x, w, targets, index)
     assert each.shape == targets.shape and not each.requires_grad
     count = (targets != index).sum().clamp(min=1)
-    agree([loss, same, each.sum() / count], 3 * [ref])
+    assert_agree([loss, without_gradient, each.sum() / count], 3 * [ref])
     expected = torch.autograd.grad(ref, (x, w))
-    agree(
+    assert_agree(
         torch.autograd.grad(loss, (x, w)),
         [g.nan_to_num() for g in expected],
     )
@@ -282,7 +282,7 @@ def test_the_loss_is_fp32_under_autocast():
         loss = models.cross_entropy(x, w, targets)
     assert logits.dtype == torch.bfloat16 and loss.dtype == torch.float32
     ref = F.cross_entropy(logits.float(), targets)
-    agree([loss], [ref])
+    assert_agree([loss], [ref])
     found, expected = (torch.autograd.grad(y, (x, w)) for y in (loss, ref))
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == torch.float32
@@ -326,15 +326,15 @@ def test_the_loss_of_every_kind(kind):
     logits = m(tokens)[0]
     ref = F.cross_entropy(logits[:, :-1].mT, tokens[:, 1:])
     loss = m.loss(tokens)
-    agree([loss], [ref])
-    agree(gradients(m, m.loss(tokens)), gradients(m, ref))
+    assert_agree([loss], [ref])
+    assert_agree(gradients(m, m.loss(tokens)), gradients(m, ref))
 
     packed, offsets = tokens.reshape(1, -1), torch.tensor([0, 21, 30, 42])
     cuts = [packed[:, :21], packed[:, 21:30], packed[:, 30:]]
     ref = sum(m.loss(x) * (x.shape[1] - 1) for x in cuts) / 39
     loss = m.loss(packed, cu_seqlens=offsets)
-    agree([loss], [ref])
-    agree(gradients(m, loss), gradients(m, ref))
+    assert_agree([loss], [ref])
+    assert_agree(gradients(m, loss), gradients(m, ref))
 
 
 REFUSING = {  # which have a recurrence or a convolution
@@ -365,7 +365,9 @@ def test_gradients_per_sample(kind):
         return
     found = [list(g) for g in zip(*of_each(), strict=True)]
     for row, each in zip(tokens, found, strict=True):
-        agree(each, gradients(m, m.loss(row[None], row[None])), atol=1e-12)
+        assert_agree(
+            each, gradients(m, m.loss(row[None], row[None])), atol=1e-12
+        )
 
 
 # States.
@@ -567,7 +569,7 @@ def test_a_training_step_compiles(pattern, packed, checkpoint, backend):
     ref = gradients(m, m.loss(tokens, cu_seqlens=offsets))
     m.checkpoint = checkpoint
     with in_one_graph(m.loss, backend) as loss:
-        agree(gradients(m, loss(tokens, cu_seqlens=offsets)), ref)
+        assert_agree(gradients(m, loss(tokens, cu_seqlens=offsets)), ref)
 
 
 class Saved:
@@ -596,14 +598,14 @@ def test_computing_again_keeps_less_and_changes_nothing(kind):
     with Saved() as all_kept:
         m.loss(tokens)
     m.checkpoint = True
-    agree(gradients(m, m.loss(tokens)), ref, atol=0)
+    assert_agree(gradients(m, m.loss(tokens)), ref, atol=0)
     with Saved() as kept:
         m.loss(tokens)
     assert kept.elements < all_kept.elements / 3
     # with the states that come out
     logits, states = m(tokens)
     assert all(state.nbytes for state in states)
-    agree(gradients(m, m.loss(tokens)), ref, atol=0)
+    assert_agree(gradients(m, m.loss(tokens)), ref, atol=0)
     logits.sum().backward()
 
 

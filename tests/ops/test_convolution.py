@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.convolution_inputs import HEADS, convolution_inputs, flat
-from support.inputs import results, same
+from support.inputs import assert_same, results
 from support.pairwise import parametrize_pairs
 from support.refused import refused
 
@@ -114,7 +114,7 @@ def test_it_is_the_literal_loop(
     x = convolution_inputs(**sizes, W=W)
     x = {name: t for name, t in x.items() if name not in without}
     found = results(call, x, **given)
-    same(found, results(reference, x, **given), 1e-14)
+    assert_same(found, results(reference, x, **given), 1e-14)
 
 
 def test_keys_that_are_nothing_stay_so():
@@ -182,10 +182,10 @@ def test_half_precision_is_rounded_once(single):
     assert found["o"].dtype == found["state"].dtype == torch.bfloat16
     for name, t in x.items():
         assert found[f"d{name}"].dtype == t.dtype, name
-    same(found, ref, 2.5e-3)
+    assert_same(found, ref, 2.5e-3)
     if single:
         filters = ("dweight", "dbias")
-        same(*({n: r[n] for n in filters} for r in (found, ref)), 1e-6)
+        assert_same(*({n: r[n] for n in filters} for r in (found, ref)), 1e-6)
 
 
 def test_views_that_are_not_contiguous():
@@ -194,7 +194,9 @@ def test_views_that_are_not_contiguous():
         name: t.mT.contiguous().mT for name, t in x.items() if t.dim() > 1
     }
     assert not any(t.is_contiguous() for t in views.values())
-    same(results(flat, x | views, **HEADS), results(flat, x, **HEADS), 0.0)
+    assert_same(
+        results(flat, x | views, **HEADS), results(flat, x, **HEADS), 0.0
+    )
 
 
 def storage(t):
@@ -226,7 +228,7 @@ def test_offsets_that_are_none_stay_within_the_rows(monkeypatch):
     # what can be mended is: these are [0, 4, 6, 6]
     ref = results(flat, x, cu_seqlens=torch.tensor([0, 4, 6, 6]), **HEADS)
     offsets = torch.tensor([-2, 4, 9, 7])
-    same(results(flat, x, cu_seqlens=offsets, **HEADS), ref, 0.0)
+    assert_same(results(flat, x, cu_seqlens=offsets, **HEADS), ref, 0.0)
 
 
 def test_what_runs_is_recorded():

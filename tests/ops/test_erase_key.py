@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inputs import results, same
+from support.inputs import assert_same, results
 from support.refused import refused
 
 import fastweights as fw
@@ -104,7 +104,7 @@ def test_a_published_step(name):
     draw, call, step = CASES[name]
     x = draw()
     found = results(call or recipes()[name], x)
-    same(found, results(lambda **x: scanned(step, **x), x), EXACT)
+    assert_same(found, results(lambda **x: scanned(step, **x), x), EXACT)
 
 
 @pytest.mark.parametrize("backend", ["loop", "torch"])
@@ -117,7 +117,7 @@ def test_a_key_per_key_head_is_that_of_its_value_heads(backend):
     found = results(fw.linear_recurrence, x, **options)
     want = results(fw.linear_recurrence, repeated, **options)
     want["derase_key"] = want["derase_key"].unflatten(2, (H, 3)).sum(3)
-    same(found, want, EXACT)
+    assert_same(found, want, EXACT)
 
 
 def test_beta_k_and_beta_v_are_the_delta_rule():

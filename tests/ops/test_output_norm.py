@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.graphs import in_one_graph
-from support.inputs import same
+from support.inputs import assert_same
 from support.norm_inputs import norm_inputs, norm_results
 from support.refused import refused
 
@@ -37,7 +37,7 @@ def test_it_is_the_formula(activation, groups):
     x = norm_inputs(groups=groups, gate=activation is not None)
     options = {"activation": activation, "eps": 0.5}
     found = norm_results(gated_rms_norm, x, **options)
-    same(found, norm_results(literal, x, **options), 1e-14)
+    assert_same(found, norm_results(literal, x, **options), 1e-14)
 
 
 @pytest.mark.parametrize("groups", [False, True])
@@ -64,8 +64,8 @@ def test_half_precision_is_rounded_once(autocast):
     assert found["y"].dtype == torch.bfloat16
     for name, t in x.items():
         assert found[f"d{name}"].dtype == t.dtype, name
-    same(found, ref, 2.5e-3)
-    same({"dw": found["dweight"]}, {"dw": ref["dweight"]}, 1e-6)
+    assert_same(found, ref, 2.5e-3)
+    assert_same({"dw": found["dweight"]}, {"dw": ref["dweight"]}, 1e-6)
 
 
 @pytest.mark.parametrize("activation", ["silu", "sigmoid", None])
@@ -86,7 +86,9 @@ def test_a_call_without_a_token_has_gradients():
 def test_in_one_compiled_graph():
     x = norm_inputs()
     with in_one_graph(gated_rms_norm) as function:
-        same(norm_results(function, x), norm_results(gated_rms_norm, x), 1e-12)
+        assert_same(
+            norm_results(function, x), norm_results(gated_rms_norm, x), 1e-12
+        )
 
 
 X = norm_inputs(dtype=torch.float32)

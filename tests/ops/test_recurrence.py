@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inputs import GATES, RULES, explicit, member_inputs, results, same
+from support.inputs import (
+    GATES,
+    RULES,
+    assert_same,
+    explicit,
+    member_inputs,
+    results,
+)
 from support.pairwise import parametrize_all, parametrize_pairs
 from support.refused import refused
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -94,7 +101,7 @@ def test_it_is_its_equations(
     for backend in BACKENDS:
         options |= {"backend": backend, "chunk_size": chunk_size}
         found = results(fw.linear_recurrence, views, use=use, **options)
-        same(found, ref, EXACT)
+        assert_same(found, ref, EXACT)
 
 
 @members
@@ -102,7 +109,7 @@ def test_views_are_copied_once_for_forward_and_backward(gate, rule):
     """What is kept for the backward is the copy; results stay the same."""
     x = member_inputs(gate, rule, T=20)
     views = {name: scattered(t) for name, t in x.items()}
-    same(
+    assert_same(
         results(fw.linear_recurrence, views),
         results(fw.linear_recurrence, x),
         0.0,
@@ -145,7 +152,7 @@ def test_any_subset_of_inputs_may_require_a_gradient(count, backend):
     for wanted in itertools.combinations(x, count):
         o = results(fw.linear_recurrence, x, wanted=wanted, backend=backend)
         kept = {"o", "state", *(f"d{name}" for name in wanted)}
-        same(o, {name: ref[name] for name in kept}, EXACT)
+        assert_same(o, {name: ref[name] for name in kept}, EXACT)
 
 
 def test_packed_sequences_start_from_zeros():
@@ -175,7 +182,7 @@ def test_gates_of_every_strength_chunk_by_chunk(strength, gate, rule, dtype):
     tolerance = EXACT if dtype == torch.float64 else 1e-4
     for backend in BACKENDS if dtype == torch.float32 else ("torch",):
         o = results(fw.linear_recurrence, x, backend=backend)
-        same(o, ref, tolerance)
+        assert_same(o, ref, tolerance)
         for chunk in (slice(0, 64), slice(64, 128), slice(128, 135)):
             error = relative_error(o["dg"][:, chunk], ref["dg"][:, chunk])
             assert error <= tolerance, f"{backend}, dg in {chunk}: {error:.1e}"
@@ -190,7 +197,7 @@ def test_gates_around_one_that_clears_the_state(clear, gate, rule, dtype):
     ref = results(explicit, wide)
     for backend in BACKENDS:
         o = results(fw.linear_recurrence, x, backend=backend)
-        same(o, ref, EXACT if dtype == torch.float64 else 1e-5)
+        assert_same(o, ref, EXACT if dtype == torch.float64 else 1e-5)
 
 
 @backends
@@ -200,7 +207,7 @@ def test_identical_keys(beta, backend):
     x["k"] = x["k"][:, :1].expand_as(x["k"])
     x["beta"] = torch.full_like(x["beta"], beta)
     ref = results(explicit, x)
-    same(results(fw.linear_recurrence, x, backend=backend), ref, EXACT)
+    assert_same(results(fw.linear_recurrence, x, backend=backend), ref, EXACT)
 
 
 def test_beta_none_is_not_beta_one():
@@ -243,7 +250,7 @@ def test_narrow_inputs_keep_their_dtype_and_the_budget(
     assert all(o[f"d{name}"].dtype == t.dtype for name, t in x.items())
     budget = BUDGETS[dtype]
     kinds = {"o": "o", "state": "o", "dg": "gate", "dbeta": "gate"}
-    same(o, ref, {name: budget[kinds.get(name, "out")] for name in o})
+    assert_same(o, ref, {name: budget[kinds.get(name, "out")] for name in o})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -278,7 +285,7 @@ def test_autocast_narrows_q_k_v_and_nothing_else(dtype, backend):
     o = results(under_autocast, x, backend=backend)
     assert o["o"].dtype == products
     assert all(o[f"d{name}"].dtype == t.dtype for name, t in x.items())
-    same(o, ref, 0.0)
+    assert_same(o, ref, 0.0)
 
 
 def test_a_backward_under_autocast_narrows_nothing():
@@ -339,7 +346,7 @@ def test_what_looks_at_operators_sees_ours():
     forward, backward = "linear_recurrence", "linear_recurrence_backward"
     assert mode.names == [forward, backward, forward]
     with torch.profiler.profile() as profile:
-        same(results(fw.linear_recurrence, x), expected, 0.0)
+        assert_same(results(fw.linear_recurrence, x), expected, 0.0)
     names = [event.key for event in profile.key_averages()]
     assert f"fastweights::{forward}" in names
     assert f"fastweights::{backward}" in names
@@ -429,7 +436,7 @@ def test_it_runs_where_forward_mode_has_nothing_to_do_with_it(grad):
     ref = results(fw.linear_recurrence, x)
     with torch.set_grad_enabled(grad), forward_ad.dual_level():
         if grad:
-            same(results(fw.linear_recurrence, x), ref, 0.0)
+            assert_same(results(fw.linear_recurrence, x), ref, 0.0)
         assert fw.linear_recurrence(**x)[0].equal(ref["o"])
 
 
@@ -497,7 +504,7 @@ def test_activation_checkpointing(use_reentrant):
     x = member_inputs("channel", "delta", T=40)
     ref = results(fw.linear_recurrence, x)
     with ops.record_backends() as ran:
-        same(results(again, x), ref, 0.0)
+        assert_same(results(again, x), ref, 0.0)
     forward, backward = "torch forward", "torch backward"
     assert ran == [forward, forward, backward]
 
@@ -507,7 +514,7 @@ def test_activation_checkpointing(use_reentrant):
 def test_a_fixed_gate_of_as_many_heads_as_tokens(rule, backend):
     """Its decays go by heads, though [HV] is also [T]."""
     x = member_inputs("fixed", rule, T=5, HV=5)
-    same(
+    assert_same(
         results(fw.linear_recurrence, x, backend=backend),
         results(explicit, x),
         EXACT,

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.graphs import in_one_graph
-from support.inputs import results, same
+from support.inputs import assert_same, results
 from support.pairwise import parametrize_pairs
 from support.scan_inputs import scan_inputs, selective_scan_fn
 
@@ -111,12 +111,12 @@ def test_it_is_the_explicit_sum(
     x = {name: t for name, t in x.items() if name not in without}
     given |= {"dt_softplus": own, "use": use}
     found = results(fw.selective_scan, x, backend=backend, **given)
-    same(found, results(explicit, x, **given), 1e-11)
+    assert_same(found, results(explicit, x, **given), 1e-11)
 
 
 def test_a_state_of_one_number():
     x = scan_inputs(T=13, D=2, N=1)
-    same(results(fw.selective_scan, x), results(explicit, x), 1e-11)
+    assert_same(results(fw.selective_scan, x), results(explicit, x), 1e-11)
 
 
 @pytest.mark.parametrize("T, D, N", [(130, 2, 3), (34, 300, 16)])
@@ -124,7 +124,7 @@ def test_chunks_as_they_ship(T, D, N):
     """Of 64 tokens, and of 16 where a state is large."""
     x = scan_inputs(batch=1, T=T, D=D, N=N)
     found = results(fw.selective_scan, x)
-    same(found, results(fw.selective_scan, x, backend="loop"), 1e-11)
+    assert_same(found, results(fw.selective_scan, x, backend="loop"), 1e-11)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -139,7 +139,7 @@ def test_mambas_own_arguments(backend):
         y, h = selective_scan_fn(u, delta, A, B, C, D, z, dt_bias)
         return y.mT, h
 
-    same(found, results(mambas, x), 1e-11)
+    assert_same(found, results(mambas, x), 1e-11)
 
 
 def test_steps_are_added_and_softened_in_single_precision():
@@ -151,8 +151,8 @@ def test_steps_are_added_and_softened_in_single_precision():
     ref = results(fw.selective_scan, exact, dt_softplus=True)
     assert found["ddt"].dtype == found["o"].dtype == torch.bfloat16
     assert found["ddt_bias"].dtype == torch.float32
-    same(found, ref, 4e-3)
-    same({"state": found["state"]}, {"state": ref["state"]}, 1e-6)
+    assert_same(found, ref, 4e-3)
+    assert_same({"state": found["state"]}, {"state": ref["state"]}, 1e-6)
 
 
 @pytest.mark.parametrize("backend", PYTORCH)
@@ -165,10 +165,10 @@ def test_the_gate_is_taken_in_single_precision(dtype, backend):
     found = results(fw.selective_scan, x, **options)
     exact = {name: t.double() for name, t in x.items()}
     ref = results(fw.selective_scan, exact, **options)
-    same({"o": found["o"]}, {"o": ref["o"]}, torch.finfo(dtype).eps)
+    assert_same({"o": found["o"]}, {"o": ref["o"]}, torch.finfo(dtype).eps)
     single = ("dD", "dA", "dz", "ddt", "ddt_bias")
     found, ref = ({name: x[name] for name in single} for x in (found, ref))
-    same(found, ref, 1e-6)
+    assert_same(found, ref, 1e-6)
 
 
 @pytest.mark.parametrize("strength", [-1e3, -1e30])
@@ -178,7 +178,7 @@ def test_nothing_overflows(strength):
     found = results(fw.selective_scan, x)
     ref = results(fw.selective_scan, x, backend="loop")
     assert all(t.isfinite().all() for t in found.values())
-    same(found, ref, 1e-6)
+    assert_same(found, ref, 1e-6)
 
 
 def test_a_chunk_at_a_time():
@@ -270,7 +270,9 @@ def test_any_dtype_is_computed_in_fp32_at_least(dtype, single):
     exact = {name: t.double() for name, t in x.items()}
     narrowest = torch.float32 if single else wide
     full = 64 * torch.finfo(narrowest).eps
-    same(found, results(explicit, exact), max(full, torch.finfo(dtype).eps))
+    assert_same(
+        found, results(explicit, exact), max(full, torch.finfo(dtype).eps)
+    )
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch", "loop"])
@@ -357,4 +359,4 @@ def test_the_loop_in_one_compiled_graph():
     x = scan_inputs(T=3)
     ref = results(fw.selective_scan, x, backend="loop")
     with in_one_graph(fw.selective_scan) as compiled:
-        same(results(compiled, x, backend="loop"), ref, 1e-12)
+        assert_same(results(compiled, x, backend="loop"), ref, 1e-12)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.graphs import in_one_graph
-from support.inputs import member_inputs, results, same
+from support.inputs import assert_same, member_inputs, results
 from torch import nn
 
 import fastweights as fw
@@ -94,7 +94,7 @@ def test_a_compiled_model_trains_as_the_loop_does(device, packed):
 def test_inductor_agrees():
     x = member_inputs("channel", "delta", T=40)
     compiled = torch.compile(fw.linear_recurrence, fullgraph=True)
-    same(results(compiled, x), results(fw.linear_recurrence, x), 1e-12)
+    assert_same(results(compiled, x), results(fw.linear_recurrence, x), 1e-12)
 
 
 @pytest.mark.gpu

@@ -40,7 +40,7 @@ def autograd(function, *arguments):
     return given, [x if x is None else next(grads) for x in leaves]
 
 
-def same(x, ref, tolerance=EXACT):
+def assert_same(x, ref, tolerance=EXACT):
     for i, (dx, dx_ref) in enumerate(zip(x, ref, strict=True)):
         assert (dx is None) == (dx_ref is None), i
         if dx is not None:
@@ -80,7 +80,7 @@ def test_chunkwise_is_autograd_of_the_loop(rule, gate, T):
     x = inputs(gate, rule, T=T).values()
     (do, dS), ref = autograd(loop, *x)
     for chunk_size in (8, 16, 24, 64):
-        same(whole(x, do, dS, chunk_size=chunk_size), ref)
+        assert_same(whole(x, do, dS, chunk_size=chunk_size), ref)
 
 
 @rules
@@ -91,7 +91,7 @@ def test_scores_and_inverse_may_be_kept_or_computed_again(rule):
         *tokens, scale=0.3, initial_state=S, chunk_size=16
     )
     kept = whole(x, do, dS, Aqk=Aqk, P=P)
-    same(kept, whole(x, do, dS), 0.0)
+    assert_same(kept, whole(x, do, dS), 0.0)
 
 
 def assert_close_by_chunk(x, ref, tolerance):
@@ -108,7 +108,7 @@ def test_constant_gates_keep_their_gradient_in_fp32(rule, gate, strength):
     (do, dS), ref = autograd(loop, *x)
     narrow = [t if t is None else t.float() for t in x]
     grads = whole(narrow, do.float(), dS.float(), chunk_size=C)
-    same(grads, ref, 1e-5)
+    assert_same(grads, ref, 1e-5)
     assert_close_by_chunk(grads[3], ref[3], 1e-5)
 
 
@@ -119,7 +119,7 @@ def test_identical_keys_and_every_beta(gate, beta):
     x["k"] = x["k"][:, :1].expand_as(x["k"])
     x["beta"] = torch.full_like(x["beta"], beta)
     (do, dS), ref = autograd(loop, *x.values())
-    same(whole(x.values(), do, dS, chunk_size=C), ref, 1e-12)
+    assert_same(whole(x.values(), do, dS, chunk_size=C), ref, 1e-12)
 
 
 @gates
@@ -129,5 +129,5 @@ def test_a_single_chunk_after_an_empty_state(rule, gate):
     S = torch.zeros_like(x.pop("initial_state"))
     (do,), ref = autograd(lambda *x: loop(*x, S)[:1], *x.values())
     grads = whole([*x.values(), None], do, None, chunk_size=20)
-    same(grads[:6], ref)
+    assert_same(grads[:6], ref)
     assert grads[6] is None

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inputs import explicit, member_inputs, results, same
+from support.inputs import assert_same, explicit, member_inputs, results
 
 from fastweights.checks import relative_error
 from fastweights.reference import parallel
@@ -48,7 +48,7 @@ def test_softmax_attention_is_pytorchs(lengths, causal, scale):
     o = results(
         with_state(parallel.softmax_attention), x, causal=causal, scale=scale
     )
-    same(o, ref, 1e-13)
+    assert_same(o, ref, 1e-13)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 9, 64])
@@ -63,7 +63,7 @@ def test_online_softmax_is_softmax(lengths, causal, block_size):
         causal=causal,
         block_size=block_size,
     )
-    same(o, ref, 1e-13)
+    assert_same(o, ref, 1e-13)
 
 
 @pytest.mark.parametrize("scale", [0.3, 1e4, -1e4])
@@ -119,7 +119,7 @@ def test_parallel_is_the_recurrence(gate, strength):
 
     ref = results(explicit, x, use="o")
     o = results(lambda **x: (form(**x), explicit(**x)[1]), x, use="o")
-    same(o, ref, 1e-11)
+    assert_same(o, ref, 1e-11)
 
 
 def test_parallel_takes_a_scale():

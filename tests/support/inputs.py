@@ -142,7 +142,7 @@ def results(
     return {"o": o.detach(), "state": state.detach()} | grads | none
 
 
-def same(
+def assert_same(
     x: Results, ref: Results, tolerance: float | dict[str, float]
 ) -> None:
     """Assert that every result is within its relative RMS error of ref's."""

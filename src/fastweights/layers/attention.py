@@ -30,7 +30,7 @@ from fastweights.layers.common.state import (
 )
 from fastweights.layers.common.unpacked_rows import UnpackedRows
 from fastweights.ops.common.rows import clamp_rows, rows_to_write
-from fastweights.ranks.group import current_ranks, token_offset
+from fastweights.ranks.group import current_ranks, token_offset_and_total
 from fastweights.ranks.shard import shard_of
 
 NewKeys = Float[Tensor, "B T HK K"]  # or values
@@ -175,7 +175,7 @@ class SoftmaxAttention(Layer):
             qk = torch.cat([q, k], -1).unflatten(-1, (-1, self.K))
         if self.theta is not None:
             T, device = qkv.shape[1], qkv.device
-            start, _ = token_offset(T)
+            start, _ = token_offset_and_total(T)
             position = token_positions(T, device, state, cu_seqlens, start)
             qk = rotary(qk, position, self.theta, self.rotary_fraction)
         q, k = qk.split([H, HK], 2)
@@ -213,7 +213,7 @@ def attend_with_state(
     context_parallel q are this rank's, k and v become those of all ranks.
     """
     T, ranks = q.shape[1], current_ranks()
-    start, _ = token_offset(T)
+    start, _ = token_offset_and_total(T)
     if ranks is not None:
         both = ranks.gather_tokens(torch.cat([k, v], -1))
         k, v = both.chunk(2, -1)

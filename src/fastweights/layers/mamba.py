@@ -13,7 +13,7 @@ from fastweights.layers.common.convolution import ShortConvolution
 from fastweights.layers.common.gates import draw_dt_bias_
 from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
 from fastweights.layers.common.layer_arguments import check_range, scaled_size
-from fastweights.layers.common.state import LayerState, Offsets, state_to_step
+from fastweights.layers.common.state import LayerState, Offsets, state_if_step
 from fastweights.ops.selective import MAX_N, selective_scan, selective_step
 
 
@@ -106,7 +106,7 @@ class Mamba(Layer):
             "dt_bias": upcast(self.dt_bias),
             "dt_softplus": True,
         }
-        if stepped := state_to_step(state, x, cu_seqlens):
+        if stepped := state_if_step(state, x, cu_seqlens):
             S = stepped.tensor("S")
             y = selective_step(*tensors, **gates, state=S, rows=stepped.rows)
         else:

@@ -11,7 +11,7 @@ from fastweights.heads import HeadLayout, split_heads
 from fastweights.layers.common.layer import FactoryOptions, Hidden, Layer
 from fastweights.layers.common.layer_arguments import scaled_size
 from fastweights.layers.common.output_norm import OutputNorm
-from fastweights.layers.common.state import LayerState, Offsets, state_to_step
+from fastweights.layers.common.state import LayerState, Offsets, state_if_step
 from fastweights.ops.mlstm import mlstm, mlstm_step
 
 
@@ -91,7 +91,7 @@ class MLSTM(Layer):
         a = upcast(self.gates(x))
         i, f = (self.cap * torch.tanh(a / self.cap)).chunk(2, -1)
         g = F.logsigmoid(f)
-        if stepped := state_to_step(state, x, cu_seqlens):
+        if stepped := state_if_step(state, x, cu_seqlens):
             S, m = stepped.tensor("S"), stepped.tensor("m")
             h = mlstm_step(q, k, v, g, i, state=(S, m), rows=stepped.rows)
         else:

@@ -24,7 +24,7 @@ from fastweights.layers.common.state import (
     token_positions,
 )
 from fastweights.ops.members import lightning_decay, retnet_decay
-from fastweights.ranks.group import token_offset
+from fastweights.ranks.group import token_offset_and_total
 
 
 class MultiScaleRetention(FamilyLayer):
@@ -82,7 +82,7 @@ class MultiScaleRetention(FamilyLayer):
         """y, and the state (S, position) after each sequence's last token."""
         q, k, v = split_heads(self.qkv_proj(x), self.layout)
         T = x.shape[1]
-        start, total = token_offset(T)
+        start, total = token_offset_and_total(T)
         position = token_positions(T, x.device, state, cu_seqlens, start)
         q, k = rotary(q, position, self.theta), rotary(k, position, self.theta)
         g = retnet_decay(

@@ -50,15 +50,15 @@ class CapturedStep:
         if not self.warm:
             self.warm = True
             return step(states)
-        grows = [s for s in states if s is not None and s.keys is not None]
-        most = max((s.tokens_read for s in grows), default=0)
+        with_keys = [s for s in states if s is not None and s.keys is not None]
+        most = max((s.tokens_read for s in with_keys), default=0)
         used = most + self.tokens_per_row
-        if self.graph is None or (grows and used > self.room):
+        if self.graph is None or (with_keys and used > self.room):
             self._capture(step, states, used)
         assert self.graph is not None
         record_run("graph step")
         self.graph.replay()
-        for state in grows:
+        for state in with_keys:
             state.tokens_read += self.tokens_per_row
         return states
 

@@ -35,7 +35,7 @@ from fastweights.dtypes import (
 )
 from fastweights.ops.common.registration import register
 from fastweights.packing import sequence_ids
-from fastweights.ranks.group import current_ranks, token_offset
+from fastweights.ranks.group import current_ranks, token_offset_and_total
 
 Head = Float[Tensor, "V D"]
 
@@ -199,7 +199,7 @@ def next_tokens(
     """
     check_dims("[B, T]", tokens=tokens)
     T = tokens.shape[1]
-    start, total = token_offset(T)
+    start, total = token_offset_and_total(T)
     check_packed(tokens, cu_seqlens, total=total)
     targets = F.pad(tokens[:, 1:], (0, 1), value=ignore_index)
     if (ranks := current_ranks()) is not None:

@@ -84,7 +84,7 @@ class StatePool:
         self.free = dict.fromkeys(reversed(range(size)))
         self.tokens_read = [0] * size
         """Tokens that each row has read, at most."""
-        self.grows = any(s.keys is not None for s in self.states)
+        self.has_keys = any(s.keys is not None for s in self.states)
         self._clear(slice(None))
 
     def _narrow_to(self, dtype: torch.dtype, layer_types: set[str]) -> None:
@@ -240,7 +240,7 @@ class StatePool:
 
     def _overfull_rows(self, count_of: dict[int, int]) -> list[int]:
         """The rows that may lack room for this many more tokens."""
-        if not self.grows:
+        if not self.has_keys:
             return []
         read, most = self.tokens_read, self.capacity
         return [row for row, n in count_of.items() if read[row] + n > most]

@@ -112,18 +112,18 @@ def speculate(
             for t in range(sent, ready)
         ]
         sent, diverged = ready, any(one.not_finite for one in continuations)
-        drafts, draws = [], None
+        drafts, wait_for_draws = [], None
         if going and not diverged:  # the device reads on meanwhile
             drafts = propose()
-            draws = reader(drafts)
+            wait_for_draws = reader(drafts)
         if steps:
             yield from copy_to_device(steps, logits)
         if diverged:
             raise ValueError(NOT_FINITE)
-        if draws is None:
+        if wait_for_draws is None:
             return
         for one, drawn, draft in zip(
-            continuations, draws(), drafts, strict=True
+            continuations, wait_for_draws(), drafts, strict=True
         ):
             one.append_draws(drawn, draft)
 

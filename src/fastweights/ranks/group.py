@@ -90,7 +90,7 @@ def current_ranks() -> Ranks | None:
     return _contexts[-1] if _contexts else None
 
 
-def token_offset(T: int) -> tuple[int, int]:
+def token_offset_and_total(T: int) -> tuple[int, int]:
     """The first of T tokens here among all ranks', and their number."""
     ranks = current_ranks()
     if ranks is None:

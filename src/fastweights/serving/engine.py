@@ -126,7 +126,7 @@ class Engine:
         (tokens,) = as_prompts([prompt], vocab_size)
         check_sampling(max_new_tokens, temperature, top_p, None)
         length = len(tokens) + max_new_tokens
-        if self.pool.grows and length > self.pool.capacity:
+        if self.pool.has_keys and length > self.pool.capacity:
             raise ValueError(
                 f"prompt: got {len(tokens)} tokens and max_new_tokens="
                 f"{max_new_tokens}, need at most {self.pool.capacity} "
@@ -239,19 +239,20 @@ class Engine:
             return None
         requests = [*self.running]
         with self._requeue_on_error(requests):
-            tokens = self.runner.step(requests)
+            wait_for_tokens = self.runner.step(requests)
         rows = [request.row for request in requests]
         for request in requests:
             if request.num_drawn == request.max_new_tokens:
                 self._leave(request)
-        return requests, rows, tokens
+        return requests, rows, wait_for_tokens
 
     def _collect(self) -> None:
         """Give requests the tokens that the last step drew."""
         if self._last_step is None:
             return
-        (requests, rows, fetched), self._last_step = self._last_step, None
-        tokens = fetched()
+        last, self._last_step = self._last_step, None
+        requests, rows, wait_for_tokens = last
+        tokens = wait_for_tokens()
         for request, row in zip(requests, rows, strict=True):
             token = tokens[row]
             if request.done:  # since that step began

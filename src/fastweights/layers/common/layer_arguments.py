@@ -23,7 +23,7 @@ from fastweights.layers.common.state import (
     leave_inference,
 )
 from fastweights.ops.decode import NARROW_STATE_DTYPES, check_num_accepted
-from fastweights.ranks.group import current_ranks, token_offset
+from fastweights.ranks.group import current_ranks, token_offset_and_total
 from fastweights.torch_internals import is_traced
 
 
@@ -123,7 +123,8 @@ def check_input(
     if cu_seqlens is not None:
         if rows != 1:
             refuse_shape("x", x, f"[1, T, {dim}] because cu_seqlens is given")
-        check_packed(x, cu_seqlens, total=token_offset(x.shape[1])[1])
+        _, total = token_offset_and_total(x.shape[1])
+        check_packed(x, cu_seqlens, total=total)
         if cu_seqlens.device != x.device:
             raise ValueError(
                 f"cu_seqlens: got device {cu_seqlens.device}, need x's, "

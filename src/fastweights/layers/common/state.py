@@ -263,7 +263,7 @@ def leave_inference(state: LayerState) -> None:
             setattr(state, name, x.clone())
 
 
-def state_to_step(
+def state_if_step(
     state: LayerState | None, x: Tensor, cu_seqlens: Offsets | None
 ) -> LayerState | None:
     """The state, if the call may step on its memory in place; else None."""
@@ -291,7 +291,7 @@ def run_recurrence(
     Without gradients, 1 to 16 tokens per sequence of a batch are one
     :func:`fastweights.decode_step`, which changes ``state.S`` in place.
     """
-    if stepped := state_to_step(state, q, cu_seqlens):
+    if stepped := state_if_step(state, q, cu_seqlens):
         S = stepped.tensor("S")
         o = decode_step(
             q,
