@@ -714,8 +714,8 @@ def test_the_model_is_gone_before_the_process_group(
         ("--packed --tokens 999999", "tokens: got 999999 per step, need no"),
         ("--fsdp", "fsdp: got True, need processes of torchrun"),
         (
-            "--context-parallel 2",
-            "context_parallel: got 2, need a divisor of the 1 processes",
+            "--sequence-parallel 2",
+            "sequence_parallel: got 2, need a divisor of the 1 processes",
         ),
         (
             "--packed --tokens 7 --accumulate 2",

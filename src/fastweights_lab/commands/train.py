@@ -10,7 +10,7 @@ Under torchrun every process takes its part of every step:
 
     torchrun --nproc-per-node 2 -m fastweights.train --tokens 65536
 
-``--context-parallel 2`` has two processes share each sequence, for those
+``--sequence-parallel 2`` has two processes share each sequence, for those
 that one cannot hold, and ``--fsdp`` spreads parameters and the optimiser over
 all of them; checkpoints go on with any number of processes.
 

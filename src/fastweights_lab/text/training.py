@@ -136,7 +136,7 @@ class Settings(Schedule):
         "autocast to bf16 or not; on cuda yes",
         choices=("auto", "fp32", "bf16"),
     )
-    context_parallel: int = option(
+    sequence_parallel: int = option(
         1, "processes that share each sequence", least=1
     )
     fsdp: bool = option(
@@ -221,9 +221,9 @@ class Settings(Schedule):
                 f"{unit} (processes x accumulate{by})"
             )
         length = self.tokens // parts if self.packed else self.length
-        if length % self.context_parallel:
+        if length % self.sequence_parallel:
             raise ValueError(
-                f"context_parallel: got {self.context_parallel}, need a "
+                f"sequence_parallel: got {self.sequence_parallel}, need a "
                 f"divisor of the {length} tokens of a "
                 f"{'pack' if self.packed else 'window'}"
             )
@@ -231,7 +231,7 @@ class Settings(Schedule):
 
 CHANGEABLE = {
     *("accumulate", "checkpoint", "compile", "device", "out", "prompt"),
-    *("fsdp", "context_parallel"),
+    *("fsdp", "sequence_parallel"),
     *("eval_every", "log_every", "save_every", "sample", "steps"),
     *("corpus", "suffixes", "tokenizer"),  # whose content is compared
 }
@@ -260,10 +260,10 @@ class Training:
         grouped = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if grouped else 0
         self.processes = dist.get_world_size() if grouped else 1
-        share = settings.context_parallel
+        share = settings.sequence_parallel
         if self.processes % share:
             raise ValueError(
-                f"context_parallel: got {share}, need a divisor of the "
+                f"sequence_parallel: got {share}, need a divisor of the "
                 f"{self.processes} processes that torchrun starts"
             )
         if settings.fsdp and not grouped:
@@ -341,7 +341,7 @@ class Training:
         from torch.distributed import fsdp
         from torch.distributed.device_mesh import init_device_mesh
 
-        share, kind = self.settings.context_parallel, self.device.type
+        share, kind = self.settings.sequence_parallel, self.device.type
         sizes = (self.processes // share, share)
         names = ("data", "sequence")
         self.mesh = init_device_mesh(kind, sizes, mesh_dim_names=names)
@@ -359,20 +359,20 @@ class Training:
     @property
     def together(self) -> bool:
         """Whether processes need each other to run the model once."""
-        return self.settings.fsdp or self.settings.context_parallel > 1
+        return self.settings.fsdp or self.settings.sequence_parallel > 1
 
     def place(self) -> tuple[int, int]:
         """This process' share of the batch, and of each sequence."""
-        return divmod(self.rank, self.settings.context_parallel)
+        return divmod(self.rank, self.settings.sequence_parallel)
 
     def own(self, x: Tensor) -> Tensor:
         """The tokens [B, T] of sequences that this process has."""
-        share = self.settings.context_parallel
+        share = self.settings.sequence_parallel
         return x.chunk(share, 1)[self.place()[1]]
 
     def ranks(self) -> AbstractContextManager:
         """Where the processes of a sequence work on it together."""
-        if self.mesh is None or self.settings.context_parallel == 1:
+        if self.mesh is None or self.settings.sequence_parallel == 1:
             return nullcontext()
         return context_parallel(
             self.mesh["sequence"], share_final_states=False
@@ -446,7 +446,7 @@ class Training:
         tokens and not as bytes.
         """
         stream = self.held_out if stream is None else stream
-        share = self.settings.context_parallel
+        share = self.settings.sequence_parallel
         T = min(self.settings.length, len(stream.tokens) - 1) // share * share
         last = len(stream.tokens) - 1 - T
         number = min(self.settings.eval_windows, last + 1)
