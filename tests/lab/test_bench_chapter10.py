@@ -60,7 +60,10 @@ def test_rows_of_a_model_of_calls(monkeypatch, variant):
     found = inside_calls.trials(variant)
     assert [trial.seed for trial in found] == [0, 1, 2, 3, 4]
     of_grid = EXPERIMENTS["calls"].trials("calls")
-    assert all(trial in of_grid for trial in found)
+    if variant == inside_calls.LONG:
+        assert {task.calls for x in found for task in x.train} == {16}
+    else:
+        assert all(trial in of_grid for trial in found)
     little = replace(
         found[0],
         steps=1,
@@ -85,8 +88,7 @@ def test_rows_of_a_model_of_calls(monkeypatch, variant):
         known = [x for x in row["cosine"] if not math.isnan(x)]
         assert len(row["cosine"]) == 26 and known
         assert max(map(abs, known)) <= 1
-        assert len(row["strength"]) == len(row["asked"]) == 2
-        assert 0 < min(row["strength"]) <= max(row["strength"]) < 1
+        assert len(row["asked"]) == 2
         assert max(map(abs, row["asked"])) <= 1
         if variant == "gated delta":
             kept = [*row["kept"], row["kept elsewhere"]]
@@ -101,10 +103,7 @@ def test_errors_call_by_call_of_one_who_always_says_nothing(monkeypatch):
         texts.extend(bytes(x.tolist()).decode() for x in batch.tokens)
         there = batch.targets >= 0
         targets, groups = batch.targets[there], batch.groups[there]
-        logits = 5.0 * F.one_hot(0 * targets + ord("?"), 128)
-        own = groups > 1  # the digit is heard too, and so is another one
-        logits[own, targets[own]] = 3.0
-        logits[own, 48 + (targets[own] - 47) % 10] = 1.8
+        logits = F.one_hot(0 * targets + ord("?"), 128)
         return logits, targets, groups
 
     monkeypatch.setattr(inside_calls, "ROWS", 100)  # in two passes
@@ -119,14 +118,11 @@ def test_errors_call_by_call_of_one_who_always_says_nothing(monkeypatch):
                 own[i] += "(" in line and line[6] in known
                 if i == 3 and "(" in line and line[6] in known:
                     last[min(known.count(line[6]), 4) - 1] += 1
-    assert found["own"] == own == found["own wrong"] == found["own ?"]
+    assert found["own"] == own == found["own wrong"]
     assert found["unset"] == [300 - x for x in own]
     assert found["unset wrong"] == [0] * 4
-    assert found["loudness of ?"] == [4.8] * 4
-    assert found["loudness of the digit"] == [2.8] * 4
-    assert found["last set"] == last == found["last wrong"] == found["last ?"]
+    assert found["last set"] == last == found["last wrong"]
     assert last[3] == 0 < min(last[:3])
-    assert found["last loudness of ?"][:3] == [4.8] * 3
     assert found["program"] == texts[0] and found["said"] == "?" * 12
 
 
@@ -169,16 +165,14 @@ def test_what_a_head_does_where_names_are_set_and_asked_for(monkeypatch):
     k[0, at, 0, call] = 1  # along an axis for each call
     k[0, end, 0, torch.arange(2)] = 1
     k[0, at - 1, 0, 0] = 2.0
-    q, beta = torch.zeros_like(k), torch.full_like(k[..., 0], 0.5)
+    q = torch.zeros_like(k)
     q[0, [i + 9 for i in at if tokens[0, i - 3] == tokens[0, i + 7]]] = 1.0
-    beta[0, at - 1], beta[0, at] = 0.75, 0.25
-    inputs = {"q": q, "k": k, "beta": beta}
+    inputs = {"q": q, "k": k}
     monkeypatch.setattr(
         inside_calls, "recurrence_inputs", lambda *_: [(0, inputs)]
     )
     (row,) = inside_calls.heads(None, tokens, task)
     known = [x for x in row["cosine"] if not math.isnan(x)]
-    assert row["strength"] == [0.75, 0.25]
     assert row["asked"] == [0.7071] * 2
     set_letters = {*(tokens[0, at - 3] - ord("a")).tolist()}
     assert known == [1.0] * len(set_letters)

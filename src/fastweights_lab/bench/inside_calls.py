@@ -3,14 +3,15 @@
     fastweights bench calls --json h200_calls.json
 
 trains the race's models (``fastweights experiments calls``) at the recorded
-learning rate, and lets them read test programs of twice as many calls. Each
-head has a row with the cosines of names' keys and the empty line's, with its
-strength where a name is set and, if it has a gate, with what the gate keeps at
-the line and elsewhere. Each model has rows with its errors, call by call, and
-in the last call by how often the name has been set in it: as it is, without
-the writes at empty lines and the next two bytes, without all but a few of
-these, without as many writes elsewhere, with full strength where a name is
-set, and with gates that keep everything at empty lines and behind them.
+learning rate, and lets them read test programs of twice as many calls. Beside
+them DeltaNet is trained on programs of as many calls as these. Each head has a
+row with the cosines of names' keys and the empty line's and, if it has a gate,
+with what the gate keeps at the line and elsewhere. Each model has rows with
+its errors, call by call, and in the last call by how often the name has been
+set in it: as it is, without the writes at empty lines and the next two bytes,
+without all but a few of these, without as many writes elsewhere, with full
+strength where a name is set, and with gates that keep everything at empty
+lines and behind them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from fastweights_lab.experiments.trial import (
 )
 from fastweights_lab.experiments.workers import run_jobs
 from fastweights_lab.tasks import Calls
-from fastweights_lab.tasks.programs import ASSIGN, END, LETTERS, NONE, PRINT
+from fastweights_lab.tasks.programs import ASSIGN, END, LETTERS, PRINT
 
 TEST, ROWS = "8 calls of 36", 256
 CALLS = 16
@@ -57,6 +58,9 @@ NOT_HINDERED = {
     "left": 0,
     "full": 0,
 }
+LONG = "delta, 16 calls"
+"""DeltaNet, trained on programs of CALLS calls."""
+
 HINDERED: dict[str, tuple[dict[str, int], ...]] = {
     "delta": (
         {},
@@ -66,9 +70,9 @@ HINDERED: dict[str, tuple[dict[str, int], ...]] = {
         {"unwritten": 3, "left": 2},
         {"unwritten": 3, "left": 4},
         {"unwritten": 3, "left": 8},
-        {"full": 1},
         {"full": 2},
     ),
+    LONG: ({}, {"unwritten": 3}, {"unwritten": 3, "left": 1}),
     "gated delta": (
         {},
         {"unwritten": 3},
@@ -86,12 +90,7 @@ ones before the last call. Where a name is set, the digit is written at
 ``full`` strength, and with 2 the end of its line too.
 """
 
-LAST = {
-    "own": "last set",
-    "own wrong": "last wrong",
-    "own ?": "last ?",
-    "loudness of ?": "last loudness of ?",
-}
+LAST = {"own": "last set", "own wrong": "last wrong"}
 """What is also counted by how often the last call has set a name."""
 
 NEAR = 4
@@ -99,16 +98,33 @@ NEAR = 4
 
 
 def trials(variant: str = "delta") -> list[Trial]:
-    """The recorded race's trials of a variant, at its best rate."""
+    """The recorded race's trials of a variant, at its best rate.
+
+    Those of LONG are DeltaNet's, but for longer programs, a quarter as many.
+    """
+    raced = "delta" if variant == LONG else variant
     found = experiments.best(experiments.recorded("calls"))
     (lr,) = {
         run["settings"]["lr"]
         for (name, *_), runs in found.items()
-        if name == variant
+        if name == raced
         for run in runs
     }
-    every = EXPERIMENTS["calls"].only((variant,)).trials("calls")
-    return [trial for trial in every if trial.lr == lr]
+    every = EXPERIMENTS["calls"].only((raced,)).trials("calls")
+    at_best = [trial for trial in every if trial.lr == lr]
+    if variant != LONG:
+        return at_best
+    return [
+        dataclasses.replace(
+            trial,
+            variant=LONG,
+            rows=trial.rows // 4,
+            train=tuple(
+                dataclasses.replace(task, calls=CALLS) for task in trial.train
+            ),
+        )
+        for trial in at_best
+    ]
 
 
 def rows(
@@ -156,14 +172,12 @@ def by_call(model: LanguageModel, task: Calls) -> dict[str, Any]:
     """What a model says in each call of ROWS programs.
 
     Counts of answers and of wrong ones, on names that the call has set
-    (``own``) and on others (``unset``); ``own ?`` are own names answered by
-    "?". The ``loudness`` of "?", and of the right digit, is the logit above
-    the mean of the nine other digits, on average over own names. ``said``
-    has the answers to all questions of the first program, the ``program``.
+    (``own``) and on others (``unset``). ``said`` has the answers to all
+    questions of the first program, the ``program``.
 
     ``last set`` counts the last call's own names that it has set once, twice,
     three times and TIMES times or more when it asks for them; ``last wrong``
-    and ``last ?`` have such errors, and ``last loudness of ?`` is a mean.
+    has such errors.
     """
     totals: dict[str, list[Tensor]] = {}
     by_times: dict[str, list[Tensor]] = {}
@@ -175,17 +189,11 @@ def by_call(model: LanguageModel, task: Calls) -> dict[str, Any]:
         if i == 0:
             asked = task.calls * task.questions
             program, first = text_of(batch.tokens[0]), text_of(said[:asked])
-        digits = logits[:, ord("0") : ord("9") + 1].double()
-        right = F.one_hot((targets - ord("0")) * own, 10).bool()
-        others = digits.masked_fill(right, 0).sum(-1) / 9
         for name, x in (
             ("own", own),
             ("own wrong", own & (said != targets)),
-            ("own ?", own & (said == NONE)),
             ("unset", ~own),
             ("unset wrong", ~own & (said != targets)),
-            ("loudness of ?", (logits[:, NONE] - others) * own),
-            ("loudness of the digit", (digits[right] - others) * own),
         ):
             in_calls = x.view(-1, task.calls, task.questions).sum((0, 2))
             totals.setdefault(name, []).append(in_calls)
@@ -195,15 +203,9 @@ def by_call(model: LanguageModel, task: Calls) -> dict[str, Any]:
                 of_times = F.one_hot(times, TIMES + 1)[..., 1:]
                 counted = (in_last[..., None] * of_times).sum((0, 1))
                 by_times.setdefault(new, []).append(counted)
-    total = {name: torch.stack(x).sum(0) for name, x in totals.items()}
     found: dict[str, Any] = {"program": program, "said": first}
-    for name, x in total.items():
-        loud = name.startswith("loudness")
-        found[name] = digits_of(x / total["own"]) if loud else x.tolist()
-    total = {name: torch.stack(x).sum(0) for name, x in by_times.items()}
-    for name, x in total.items():
-        loud = "loudness" in name
-        found[name] = digits_of(x / total["last set"]) if loud else x.tolist()
+    for name, x in (totals | by_times).items():
+        found[name] = torch.stack(x).sum(0).tolist()
     return found
 
 
@@ -230,12 +232,11 @@ def heads(
 
     It is the mean over assignments to that letter, of the key at the end of
     the assignment and the key of the empty line that ends its call.
-    ``strength`` is the mean write strength at an assignment's digit and at
-    its end, ``asked`` the mean cosine of the keys there and the query of a
-    question for the name on the next line. Where the head has a gate,
-    ``kept`` is the mean of its decay at empty lines and at each of the three
-    bytes behind, ``kept at line ends`` that at the ends of assignments, and
-    ``kept elsewhere`` at all bytes but the first four.
+    ``asked`` is the mean cosine of the keys at an assignment's digit and at
+    its end, and the query of a question for the name on the next line. Where
+    the head has a gate, ``kept`` is the mean of its decay at empty lines and
+    at each of the three bytes behind, ``kept at line ends`` that at the ends
+    of assignments, and ``kept elsewhere`` at all bytes but the first four.
     """
     at, call, end = places(tokens.shape[1], task)
     at, end = at.to(tokens.device), end.to(tokens.device)
@@ -247,7 +248,6 @@ def heads(
         kept = x["g"].double().exp().mean(0) if "g" in x else None  # [T, H]
         far = behind(tokens.shape[1], task)
         wrote = torch.stack([at - 1, at])
-        strengths = x["beta"].double()[:, wrote].mean((0, 2))  # [2, H]
         q = F.normalize(x["q"].double(), dim=-1)[:, at + len(PRINT)]
         heard = (k[:, wrote] * q[:, None]).sum(-1)  # [B, 2, places, H]
         same = tokens[:, at - 3] == tokens[:, at + 1 + PRINT.index("x")]
@@ -258,7 +258,6 @@ def heads(
                 "layer": layer,
                 "head": head,
                 "cosine": digits_of(means),
-                "strength": digits_of(strengths[:, head]),
                 "asked": digits_of(asked[:, head]),
             }
             if kept is not None:
