@@ -11,10 +11,10 @@ from fastweights.kernels.recurrence.settings import (
 
 
 def test_how_many_segments():
-    """Two programs per multiprocessor, none under eight chunks.
+    """Two programs per multiprocessor, none under five chunks.
 
     Of the delta rule as many as have their maps at once: three programs on a
-    multiprocessor, or two rounds of what takes the room of two.
+    multiprocessor; else two, or two rounds of them for eight chunks or more.
     """
     gpu, half = gpu_of(torch.device("cpu")), torch.bfloat16  # an H200
 
@@ -25,14 +25,18 @@ def test_how_many_segments():
     assert [segments(n) for n in (1, 16, 44, 66)] == [132, 8, 3, 2]
     assert [segments(n) for n in (67, 132, 10**6)] == [1] * 3
     assert [segments(8, rows=n) for n in (1, 2, 4, 8, 9)] == [16, 8, 4, 2, 1]
-    chunks = (0, 7, 8, 15, 16, 63, 64, 65)
-    found = [segments(16, n) for n in chunks if n]
-    assert found == [1, 1, 1, 2, 7, 8, 8]
+    found = [segments(16, n) for n in (1, 9, 10, 15, 16, 39, 40, 65)]
+    assert found == [1, 1, 2, 3, 3, 7, 7, 8]
     # Of 396 programs for the maps, four per head and two for their values;
     # of 528.
     assert [segments(n, delta=True) for n in (16, 32, 66)] == [7, 4, 2]
     assert [segments(16, delta=True, V=n) for n in (64, 256)] == [9, 4]
     assert [segments(n, delta=True, gate=128) for n in (16, 32)] == [8, 4]
+    short = {"chunks": 32, "delta": True}
+    assert [segments(n, **short) for n in (4, 12, 16)] == [6, 6, 6]
+    found = [segments(n, **short, gate=128) for n in (4, 12, 16)]
+    assert found == [6, 6, 5]
+    assert segments(12, **short, gate=128, V=100) == 4
 
 
 def test_how_many_borders():

@@ -17,7 +17,8 @@ import triton
 from fastweights.kernels.gpu import GPU
 from fastweights.kernels.tile import Tiles, min_tile_columns
 
-MIN_SEGMENT_CHUNKS = 8  # below, a segment's map does not pay
+MIN_SEGMENT_CHUNKS = 5  # below, one border more costs what it saves
+MIN_CHUNKS_OF_TWO_ROUNDS = 8  # where maps are found in two rounds
 BATCH_INVARIANT_SEGMENT = 8192  # tokens of a segment whatever the call
 IntLike = Any  # int, or SymInt where shapes are symbols
 
@@ -376,30 +377,34 @@ def segment_chunks(
     one of twice those, run on every multiprocessor, as long as a segment has
     MIN_SEGMENT_CHUNKS. The delta rule's maps, which the first segment does not
     need, have to be found in one round, or in two where their programs are
-    large (maps_at_once). A pack is one entry: only the device knows how long
-    each of its sequences is. An entry's last segment is shorter: no state that
-    leaves it has to be composed.
+    large and segments long (maps_at_once). A pack is one entry: only the
+    device knows how long each of its sequences is. An entry's last segment is
+    shorter: no state that leaves it has to be composed.
     """
     BV, ints = scan_value_columns(kind), type(entries) is type(chunks) is int
     # Those of symbols take a microsecond each.
     smaller, larger = (min, max) if ints else (torch.sym_min, torch.sym_max)
     programs = entries * kind.HV * -(-kind.V // BV)
-    number = 2 * kind.gpu.multiprocessors // programs
+    most = 2 * kind.gpu.multiprocessors // programs
+    number = smaller(most, chunks // MIN_SEGMENT_CHUNKS)
     if kind.delta:
         maps = entries * kind.HV * -(-kind.K // BV)
-        at_once = maps_at_once(kind) // (programs + maps)
-        number = smaller(number, 1 + at_once)
-    number = larger(smaller(number, chunks // MIN_SEGMENT_CHUNKS), 1)
+        one, two = (1 + n // (programs + maps) for n in maps_at_once(kind))
+        long = smaller(most, chunks // MIN_CHUNKS_OF_TWO_ROUNDS)
+        number = larger(smaller(number, one), smaller(long, two))
+    number = larger(number, 1)
     return chunks // number + 1
 
 
 @functools.lru_cache(maxsize=4096)
-def maps_at_once(kind: CallKind) -> int:
-    """How many programs of the delta rule's maps run at once.
+def maps_at_once(kind: CallKind) -> tuple[int, int]:
+    """How many programs of the delta rule's maps run in a round, and in two.
 
-    A multiprocessor has three of them if their registers are bounded; else
-    two, or one of twice as many values, and then there are two rounds.
+    A multiprocessor has three of them if their registers are bounded, and
+    these are found in one round. Else it has two that load by descriptors,
+    or one of twice as many values; and of those that do not, one.
     """
-    _, options = settings_of("segment_maps", kind)
-    bounded = "maxnreg" in options
-    return kind.gpu.multiprocessors * (3 if bounded else 4)
+    meta, options = settings_of("segment_maps", kind)
+    one, two = (3, 3) if "maxnreg" in options else (2 if meta.TMA else 1, 4)
+    multiprocessors = kind.gpu.multiprocessors
+    return one * multiprocessors, two * multiprocessors
