@@ -170,6 +170,25 @@ def constant_in_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+class _LauncherPool(ThreadPoolExecutor):
+    """Threads that make, with each kernel, what launches it.
+
+    For that Triton 3.6 runs a C compiler, a quarter of a second for each, and
+    would run it only as the kernel is loaded. It keeps what is made in files.
+    """
+
+    def submit(self, compile: Callable[[], Any]) -> Any:  # type: ignore
+        return super().submit(self._kernel_and_launcher, compile)
+
+    @staticmethod
+    def _kernel_and_launcher(compile: Callable[[], Any]) -> Any:
+        kernel = compile()
+        with suppress(Exception):
+            driver = _found("triton.runtime", "driver")
+            driver.active.launcher_cls(kernel.src, kernel.metadata)
+        return kernel
+
+
 def compile_each(compile: Callable[[Any], Any], kernels: list[Any]) -> None:
     """Call ``compile``, which compiles a Triton kernel, on all of them.
 
@@ -183,7 +202,7 @@ def compile_each(compile: Callable[[Any], Any], kernels: list[Any]) -> None:
         return
 
     def together() -> None:
-        with ThreadPoolExecutor() as pool, mode(pool, ignore_errors=True):
+        with _LauncherPool() as pool, mode(pool, ignore_errors=True):
             for kernel in kernels:
                 with suppress(Exception):
                     compile(kernel)

@@ -1,6 +1,7 @@
 """A schedule takes the kernels that Triton would, with what they need."""
 
 import itertools
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from copy import copy
@@ -12,6 +13,7 @@ import pytest
 import torch
 import triton
 from support.inputs import GATES, RULES, member_inputs
+from triton import runtime
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime import _allocation, _async_compile
@@ -142,6 +144,7 @@ class Kernel:
     """
 
     __name__ = "some_kernel"
+    src = "its source"
 
     def __init__(self):
         self.notes, self.made, self.error = [], {}, None
@@ -241,6 +244,25 @@ def test_addresses_and_constants():
     assert made["z"].shape == (3, 4)
     assert [note[0][0] for note in kernel.notes[-2:]] == [70, 105]
     assert kernel.notes[-2][2][1] == (None, 9)
+
+
+def test_threads_make_what_launches_a_kernel(monkeypatch):
+    """Triton 3.6 would run a C compiler for it as each kernel is loaded."""
+    made = []
+
+    def launcher(src, metadata):
+        made.append((src, metadata.shared, threading.current_thread()))
+        raise OSError("no C compiler")  # told when the kernel is loaded
+
+    active = SimpleNamespace(launcher_cls=launcher)
+    monkeypatch.setattr(runtime, "driver", SimpleNamespace(active=active))
+    schedule = two_launches(Kernel())
+    compile_together(schedule)
+    ((src, shared, thread),) = made
+    assert (src, shared) == ("its source", 100)
+    assert thread is not threading.main_thread()
+    schedule.load(SHARED)
+    run(schedule)
 
 
 def test_what_another_thread_compiles_is_waited_for():
