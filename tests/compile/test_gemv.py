@@ -27,10 +27,13 @@ CASES = {
 def compile_kernel(name, M, capability, dtype="bf16"):
     sizes, K, given = CASES[name]
     tile, settings = gemv_options(M, K, sum(sizes), DTYPES[dtype])
-    whole = "SUMS" in tile or "PARTS" in tile
+    whole = "BY_SUMS" in tile or "NUM_PARTS" in tile
     if not whole:  # norms of many rows are a launch of their own
         given = [x for x in given if x not in ("norm", "gate")]
-    x, stride = f"*{dtype}", K if "PARTS" in tile else "i32"  # 16 divides K
+    x, stride = (
+        f"*{dtype}",
+        K if "NUM_PARTS" in tile else "i32",
+    )  # 16 divides K
     norm, gate = (x if y in given else None for y in ("norm", "gate"))
     groups = {
         "x": (x, stride),
@@ -50,7 +53,7 @@ def compile_kernel(name, M, capability, dtype="bf16"):
         SWIGLU="swiglu" in given,
         W=4 if "convolution" in given else 0,
         SILU=True,
-        MANY=False,
+        MANY_TOKENS=False,
         EARLY=capability >= 90,
         **tile,
     )

@@ -84,7 +84,7 @@ def schedules(x, ends, chunk_size=64):
         *(x.get(name) for name in CallTensors._fields[:6]), *ends
     )
     options = RecurrenceOptions(scale=1.0, chunk_size=chunk_size)
-    kind, sizes = backend.kind_of(tensors, options)
+    kind, sizes = backend.kind_and_sizes(tensors, options)
     lengths = lengths_of(kind, *sizes)
     kinds, segmented = backend.dtypes_of(tensors), lengths.borders > 0
     dstate = None if ends[0] is None else torch.float32

@@ -27,7 +27,7 @@ def tiles(monkeypatch):
 
     def wider(*sizes):
         tile, settings = options(*sizes)
-        parts = {"PARTS": 2} if "PARTS" in tile else {}
+        parts = {"NUM_PARTS": 2} if "NUM_PARTS" in tile else {}
         BK = 32 if tile["BM"] > 16 else 16
         return tile | parts | {"BN": 64, "BK": BK}, settings
 

@@ -89,7 +89,7 @@ def test_the_precision_of_products_is_the_one_of_the_call(where, values):
     for value in values:
         switch(where, value)
         inputs = RecurrenceOperands(*(x[n] for n in names))
-        kind, _ = triton_recurrence.kind_of(
+        kind, _ = triton_recurrence.kind_and_sizes(
             inputs, RecurrenceOptions(scale=1.0)
         )
         found.append(settings_of("scan", kind)[0].PRECISION)

@@ -126,7 +126,15 @@ def load_group_before(
 
 @triton.jit
 def chunk_bwd(
-    inputs, output_grads, grads, eps, i_c, chunk, c, o_y, BLOCK: tl.constexpr
+    inputs,
+    output_grads,
+    grads,
+    eps,
+    i_slot,
+    chunk,
+    c,
+    o_y,
+    BLOCK: tl.constexpr,
 ):
     """The gradients of a chunk, from its last four tokens to its first.
 
@@ -215,7 +223,7 @@ def chunk_bwd(
             tl.store(p_s - j * C, b_dx, mask=mask_if(t == start, m_d))
 
     TAPS: tl.constexpr = W if bias is None else W + 1
-    p_g = share + i_c.to(tl.int64) * (TAPS * C) + o_d
+    p_g = share + i_slot.to(tl.int64) * (TAPS * C) + o_d
     for j in tl.static_range(W):
         tl.store(p_g + j * C, dtaps[W - 1 - j], mask=m_d)
     if bias is not None:
@@ -235,13 +243,17 @@ def convolution_bwd_kernel(
     dq, dk, dv, dstate = output_grads
     HEAD: tl.constexpr = META.HEAD
     REST: tl.constexpr = META.REST
-    i_c, i_d = tl.program_id(0) // META.NB, tl.program_id(0) % META.NB
-    chunk = tokens_of_slot(i_c, cu_seqlens, N, T, META.BT)
+    i_slot, i_d = tl.program_id(0) // META.NB, tl.program_id(0) % META.NB
+    chunk = tokens_of_slot(i_slot, cu_seqlens, N, T, META.BT)
     c, o_y = block_of(i_d, META.H, META.K, META.BV)
     if i_d < 2 * META.H:
         dy = dq
         if i_d >= META.H:
             dy = dk
-        chunk_bwd(inputs, (dy, dstate), grads, eps, i_c, chunk, c, o_y, HEAD)
+        chunk_bwd(
+            inputs, (dy, dstate), grads, eps, i_slot, chunk, c, o_y, HEAD
+        )
     else:
-        chunk_bwd(inputs, (dv, dstate), grads, eps, i_c, chunk, c, o_y, REST)
+        chunk_bwd(
+            inputs, (dv, dstate), grads, eps, i_slot, chunk, c, o_y, REST
+        )

@@ -18,15 +18,15 @@ from fastweights.kernels.tile import (
 
 
 @triton.jit
-def tokens_of_slot(i_c, cu_seqlens, N, T, BT: tl.constexpr):
-    """Sequence, first and last token + 1 of it, and first token of slot i_c.
+def tokens_of_slot(i_slot, cu_seqlens, N, T, BT: tl.constexpr):
+    """Sequence, first and last token + 1 of it, first token of slot i_slot.
 
     The slots are those of :func:`tile.chunk_span`: of cu_seqlens that are no
     offsets a chunk may begin before its sequence, but not before token 0.
     """
-    i_n = sequence_of(i_c, cu_seqlens, N, T, BT)
+    i_n = sequence_of(i_slot, cu_seqlens, N, T, BT)
     start, end = sequence_span(i_n, cu_seqlens, T)
-    t = start + (i_c - first_slot(i_n, cu_seqlens, T, BT)) * BT
+    t = start + (i_slot - first_slot(i_n, cu_seqlens, T, BT)) * BT
     return i_n.to(tl.int64), start, end, t
 
 
@@ -212,8 +212,8 @@ def convolution_fwd_kernel(
     q, k, v = outputs
     HEAD: tl.constexpr = META.HEAD
     REST: tl.constexpr = META.REST
-    i_c, i_d = tl.program_id(0) // META.NB, tl.program_id(0) % META.NB
-    chunk = tokens_of_slot(i_c, cu_seqlens, N, T, META.BT)
+    i_slot, i_d = tl.program_id(0) // META.NB, tl.program_id(0) % META.NB
+    chunk = tokens_of_slot(i_slot, cu_seqlens, N, T, META.BT)
     c, o_y = block_of(i_d, META.H, META.K, META.BV)
     if i_d < 2 * META.H:
         y = q

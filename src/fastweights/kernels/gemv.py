@@ -47,13 +47,13 @@ class GemvMeta(NamedTuple):
     SWIGLU: bool
     W: int  # taps of the convolution; 0: there is none
     SILU: bool  # whether the convolution has it behind it
-    MANY: bool  # whether sequences have several tokens
+    MANY_TOKENS: bool  # whether sequences have several tokens
     EARLY: bool  # whether the kernel starts before the one before is done
     BM: int
     BN: int
     BK: int
-    PARTS: int = 0  # of a tile's columns, one per warp
-    SUMS: bool = False  # whether rows are few enough for plain sums
+    NUM_PARTS: int = 0  # of a tile's columns, one per warp
+    BY_SUMS: bool = False  # whether rows are few enough for plain sums
 
 
 @triton.jit
@@ -165,7 +165,7 @@ def product_by_sums(x, matrices, norm, rows, outputs, META: tl.constexpr):
 
 @triton.jit
 def load_parts(w, weight, outputs, o_g, META: tl.constexpr):
-    """Columns o_g [PARTS, BK] of the rows ``outputs`` of w, [PARTS, BN, BK].
+    """Columns o_g of the rows ``outputs`` of w, [NUM_PARTS, BN, BK].
 
     Times what a row's norm would multiply its columns by.
     """
@@ -181,7 +181,7 @@ def load_parts(w, weight, outputs, o_g, META: tl.constexpr):
 
 @triton.jit
 def load_row_parts(x, stride, rows, o_g, K: tl.constexpr):
-    """Columns o_g [PARTS, BK] of the rows of x, [PARTS, BM, BK]."""
+    """Columns o_g of the rows of x, [NUM_PARTS, BM, BK]."""
     o_m, m_m, _ = rows
     o_k = o_g[:, None, :]
     p_x = x + o_m[None, :, None] * stride + o_k
@@ -192,7 +192,7 @@ def load_row_parts(x, stride, rows, o_g, K: tl.constexpr):
 def product_by_parts(x, matrices, norm, rows, outputs, META: tl.constexpr):
     """norm(x) times the rows ``outputs`` of each matrix, as [BM, BN] each.
 
-    Columns go in PARTS of BK, one per warp, whose sums meet at the end: no
+    Columns go in NUM_PARTS of BK, one per warp, whose sums meet at the end: no
     tensor core waits for another's product.
     """
     p_x, stride = x
@@ -202,13 +202,13 @@ def product_by_parts(x, matrices, norm, rows, outputs, META: tl.constexpr):
     BM: tl.constexpr = META.BM
     BN: tl.constexpr = META.BN
     BK: tl.constexpr = META.BK
-    PARTS: tl.constexpr = META.PARTS
+    NUM_PARTS: tl.constexpr = META.NUM_PARTS
     NM: tl.constexpr = len(matrices)
-    TILES: tl.constexpr = (K + PARTS * BK - 1) // (PARTS * BK)
-    o_g = tl.arange(0, PARTS)[:, None] * BK + tl.arange(0, BK)[None, :]
+    TILES: tl.constexpr = (K + NUM_PARTS * BK - 1) // (NUM_PARTS * BK)
+    o_g = tl.arange(0, NUM_PARTS)[:, None] * BK + tl.arange(0, BK)[None, :]
     tiles, xs, gates = [], [], []
     for i in tl.static_range(min(TILES_AHEAD, TILES)):
-        o_k = i * PARTS * BK + o_g
+        o_k = i * NUM_PARTS * BK + o_g
         tiles += [load_parts(w, weight, outputs, o_k, META) for w in matrices]
     if V > 0:
         b_head = tl.load(weight + tl.arange(0, V)).to(tl.float32)
@@ -216,22 +216,22 @@ def product_by_parts(x, matrices, norm, rows, outputs, META: tl.constexpr):
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     for i in tl.static_range(min(TILES_AHEAD, TILES)):
-        o_k = i * PARTS * BK + o_g
+        o_k = i * NUM_PARTS * BK + o_g
         xs += [load_row_parts(p_x, stride, rows, o_k, K)]
         if gate is not None:
             gates += [load_row_parts(gate, stride_gate, rows, o_k, K)]
-    b_square = tl.zeros([PARTS, BM, BK], tl.float32)
-    sums = [tl.zeros([PARTS, BM, BN], tl.float32) for _ in matrices]
+    b_square = tl.zeros([NUM_PARTS, BM, BK], tl.float32)
+    sums = [tl.zeros([NUM_PARTS, BM, BN], tl.float32) for _ in matrices]
     for i in tl.static_range(TILES):
-        o_k = i * PARTS * BK + o_g
+        o_k = i * NUM_PARTS * BK + o_g
         if i >= TILES_AHEAD:
             xs += [load_row_parts(p_x, stride, rows, o_k, K)]
         b_x = xs[i]
         if V > 0:
-            b_h = tl.reshape(b_x.to(tl.float32), [PARTS, BM, BK // V, V])
+            b_h = tl.reshape(b_x.to(tl.float32), [NUM_PARTS, BM, BK // V, V])
             b_h *= tl.rsqrt(tl.sum(b_h * b_h, 3) / V + eps)[:, :, :, None]
             b_h *= b_head[None, None, None, :]
-            b_n = tl.reshape(b_h, [PARTS, BM, BK])
+            b_n = tl.reshape(b_h, [NUM_PARTS, BM, BK])
             if gate is not None:
                 if i >= TILES_AHEAD:
                     gates += [load_row_parts(gate, stride_gate, rows, o_k, K)]
@@ -324,7 +324,7 @@ def convolve_tile(b_x, taps, inputs, places, META: tl.constexpr):
     """The short convolution of tokens b_x and the inputs before, [BM, BN].
 
     Beside b_x it takes what :func:`inputs_before` has. The last inputs move
-    on. MANY tokens of a sequence follow each other in this tile.
+    on. With MANY_TOKENS a sequence's follow each other in this tile.
     """
     weights, b_bias = taps
     seen, kept = inputs
@@ -337,13 +337,13 @@ def convolve_tile(b_x, taps, inputs, places, META: tl.constexpr):
     for j in tl.static_range(W - 1):
         lag = W - 1 - j
         b_h = seen[j].to(tl.float32)
-        if META.MANY:
+        if META.MANY_TOKENS:
             o_m = tl.arange(0, b_x.shape[0])
             is_lag = (o_m[:, None] == o_m[None, :] + lag) & (t >= lag)[:, None]
             b_l = tl.where(is_lag[:, :, None], b_x[None, :, :], 0.0)
             b_h += tl.sum(b_l.to(tl.float32), axis=1)
         b_y += b_h * weights[j].to(tl.float32)[None, :]
-    if META.MANY:
+    if META.MANY_TOKENS:
         tl.debug_barrier()  # nothing is written before all is read
     for j in tl.static_range(W - 1):
         slot = j - n
@@ -384,9 +384,9 @@ def gemv_kernel(
     if META.SWIGLU:
         matrices = (w, w + META.SIZES[0] * META.K)
     x = x[0] + source, x[1]
-    if META.SUMS:
+    if META.BY_SUMS:
         products = product_by_sums(x, matrices, norm, rows, outputs, META)
-    elif META.PARTS > 0:
+    elif META.NUM_PARTS > 0:
         products = product_by_parts(x, matrices, norm, rows, outputs, META)
     else:
         products = product_by_dots(x, matrices, rows, outputs, META)
@@ -447,7 +447,7 @@ def gemv(
     V = 0  # channels of a head; 0: the norm is that of a row
     if norm is not None and (gate is not None or len(norm) < K):
         V = len(norm)
-    whole_rows = "SUMS" in tile or "PARTS" in tile
+    whole_rows = "BY_SUMS" in tile or "NUM_PARTS" in tile
     if norm is not None and (not whole_rows or (V and tile["BK"] % V)):
         x = _norm_rows(x, norm, gate, eps, activation)
         norm, gate, V = None, None, 0
@@ -469,7 +469,7 @@ def gemv(
         SWIGLU=swiglu,
         W=W,
         SILU=silu,
-        MANY=tokens > 1,
+        MANY_TOKENS=tokens > 1,
         EARLY=early,
         **tile,
     )
@@ -508,10 +508,10 @@ def gemv_options(
     half, warps, stages = dtype != torch.float32, 4, 1
     if M <= SUMS_ROWS:
         BN, BK, warps = (8, 512, 8) if N > 1024 else (4, 1024, 4)
-        tile = {"BM": BM, "BN": BN, "BK": min(BK, padded_K), "SUMS": True}
+        tile = {"BM": BM, "BN": BN, "BK": min(BK, padded_K), "BY_SUMS": True}
     elif M <= 16 and half:
         BK = min(128, max(16, padded_K // 4))
-        tile = {"BM": 16, "BN": 16, "BK": BK, "PARTS": 4}
+        tile = {"BM": 16, "BN": 16, "BK": BK, "NUM_PARTS": 4}
     elif half:
         BK = min(128, max(16, padded_K))
         tile = {"BM": min(BM, 64), "BN": 32 if N > 1024 else 16, "BK": BK}

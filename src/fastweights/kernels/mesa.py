@@ -92,14 +92,14 @@ def mesa_states_kernel(
     i_nh, i_d = tl.program_id(0) // NN, tl.program_id(0) % NN
     i_n, i_h = i_nh // H, i_nh % H
     start, end = sequence_span(i_n, cu_seqlens, T)
-    i_c = first_slot(i_n, cu_seqlens, T, BT)
+    i_slot = first_slot(i_n, cu_seqlens, T, BT)
     o_S, m_S = state_at(i_nh, i_d, K, K, BK, BN)
     if initial_state is None:
         b_S = tl.zeros([BK, BN], dtype=tl.float32)
     else:
         b_S = tl.load(initial_state + o_S, mask=m_S, other=0.0)  # [BK, BN]
     for t in range(start, end, BT):
-        o_S, m_S = state_at(i_c * H + i_h, i_d, K, K, BK, BN)
+        o_S, m_S = state_at(i_slot * H + i_h, i_d, K, K, BK, BN)
         tl.store(states + o_S, b_S, mask=m_S)
         place = t, end, i_h
         b_G, b_beta = load_gates(g, beta, place, META)
@@ -109,7 +109,7 @@ def mesa_states_kernel(
         b_w = b_k * (tl.exp(b_last - b_G) * b_beta)[:, None]
         b_S *= tl.exp(b_last)
         b_S = tl.dot(tl.trans(b_w), b_n, b_S, input_precision=META.PRECISION)
-        i_c += 1
+        i_slot += 1
 
 
 @triton.jit(do_not_specialize=["N", "T", "steps"])
@@ -127,8 +127,8 @@ def mesa_solve_kernel(
     BY_COLUMNS: tl.constexpr = META.BY_COLUMNS
     TILES: tl.constexpr = META.TILES
     PRECISION: tl.constexpr = META.PRECISION
-    i_c, i_h = tl.program_id(0) // META.H, tl.program_id(0) % META.H
-    t, end = chunk_span(i_c, cu_seqlens, N, T, BT)
+    i_slot, i_h = tl.program_id(0) // META.H, tl.program_id(0) % META.H
+    t, end = chunk_span(i_slot, cu_seqlens, N, T, BT)
     if t >= end:
         return
     o_S, m_S = state_at(tl.program_id(0), 0, K, K, BK, BK)

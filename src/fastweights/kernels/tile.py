@@ -91,17 +91,17 @@ def first_slot(i_n, cu_seqlens, T, BT):
 
 
 @triton.jit
-def sequence_of(i_c, cu_seqlens, N, T, BT, BORDER: tl.constexpr = False):
-    """The sequence whose chunk slot i_c holds; or border i_c, of segments.
+def sequence_of(i_slot, cu_seqlens, N, T, BT, BORDER: tl.constexpr = False):
+    """The sequence whose chunk slot i_slot holds; or a BORDER, of segments.
 
     Among packed sequences a program finds its own by bisection. Sequence n
     is only found from slot n onwards, whatever is in cu_seqlens.
     """
     if cu_seqlens is None:
-        i_n = i_c // tl.cdiv(T, BT)
+        i_n = i_slot // tl.cdiv(T, BT)
     else:
-        last = tl.minimum(i_c, N - 1)
-        i_n = tl.maximum(i_c - T // BT, 0)  # first_slot(i_n) is not past i_c
+        last = tl.minimum(i_slot, N - 1)
+        i_n = tl.maximum(i_slot - T // BT, 0)  # its first_slot is not past it
         i_n = tl.minimum(i_n, last)
         if BORDER:
             i_n, last = 0 * N, N - 1
@@ -110,7 +110,7 @@ def sequence_of(i_c, cu_seqlens, N, T, BT, BORDER: tl.constexpr = False):
             first = first_slot(middle, cu_seqlens, T, BT)
             if BORDER:  # not later than the one with the last of its tokens
                 first -= middle
-            if first <= i_c:
+            if first <= i_slot:
                 i_n = middle
             else:
                 last = middle - 1
@@ -118,15 +118,15 @@ def sequence_of(i_c, cu_seqlens, N, T, BT, BORDER: tl.constexpr = False):
 
 
 @triton.jit
-def chunk_span(i_c, cu_seqlens, N, T, BT: tl.constexpr):
-    """What chunk slot i_c holds: its first token, and its sequence's end.
+def chunk_span(i_slot, cu_seqlens, N, T, BT: tl.constexpr):
+    """What chunk slot i_slot holds: its first token, and its sequence's end.
 
     An empty slot's first token is past the end. No first token is negative,
     by what :func:`sequence_of` says.
     """
-    i_n = sequence_of(i_c, cu_seqlens, N, T, BT)
+    i_n = sequence_of(i_slot, cu_seqlens, N, T, BT)
     t, end = sequence_span(i_n, cu_seqlens, T)
-    return t + (i_c - first_slot(i_n, cu_seqlens, T, BT)) * BT, end
+    return t + (i_slot - first_slot(i_n, cu_seqlens, T, BT)) * BT, end
 
 
 @dataclass(frozen=True)
@@ -223,9 +223,9 @@ def load_chunk(x, span, c, i_h, i_d, TILES: tl.constexpr):
 
 
 @triton.jit
-def slot_row(x, i_ch, BT: tl.constexpr):
-    """Pointers [BT] to the row of chunk and head i_ch of x [slots, H, BT]."""
-    return x + i_ch * BT + tl.arange(0, BT)
+def slot_row(x, i_sh, BT: tl.constexpr):
+    """Pointers [BT] to the row of slot and head i_sh of x [slots, H, BT]."""
+    return x + i_sh * BT + tl.arange(0, BT)
 
 
 @triton.jit

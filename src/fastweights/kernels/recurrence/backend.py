@@ -29,21 +29,23 @@ from fastweights.kernels.recurrence.stages import CallTensors
 from fastweights.kernels.recurrence.state_passing import StateExchange
 
 
-def kind_of(
+def kind_and_sizes(
     tensors: CallTensors, options: RecurrenceOptions, on_ranks: bool = False
 ) -> tuple[CallKind, tuple]:
     """The kind of this call, and what lengths_of takes beside it.
 
-    In a traced call lengths may be symbols; heads and widths are numbers.
+    In a traced call sizes may be symbols; heads and widths are numbers.
     """
     q, v, g, offsets = tensors.q, tensors.v, tensors.g, tensors.cu_seqlens
     (B, T, H, K), (_, _, HV, V) = q.shape, v.shape
-    sizes = H, HV, K, V = int(H), int(HV), int(K), int(V)
+    widths = H, HV, K, V = int(H), int(HV), int(K), int(V)
     gate_width = 0 if g is None else 1 if g.dim() == 3 else K
     erases = tensors.erase_key is not None
     delta = erases or tensors.beta is not None
     rule = gate_width, delta, options.chunk_size, dot_precision(q.dtype, K)
-    kind = CallKind(gpu_of(q.device), q.dtype, *sizes, *rule, erases, on_ranks)
+    kind = CallKind(
+        gpu_of(q.device), q.dtype, *widths, *rule, erases, on_ranks
+    )
     N = B if offsets is None else offsets.shape[0] - 1
     return kind, (B, T, N, offsets is not None, options.batch_invariant)
 
@@ -60,8 +62,8 @@ def empty_saved(
 ) -> list[Tensor]:
     """Room for what :func:`forward` saves."""
     tensors = CallTensors(*operands)
-    kind, batch = kind_of(tensors, options, on_ranks)
-    lengths = lengths_of.__wrapped__(kind, *batch)  # no symbol is a key
+    kind, sizes = kind_and_sizes(tensors, options, on_ranks)
+    lengths = lengths_of.__wrapped__(kind, *sizes)  # no symbol is a key
     saved = stages.TensorSpecs(kind, dtypes_of(tensors)).saved
     size = buffer_offsets((x.lines for x in saved), lengths)[-1]
     return allocate(saved, size, operands.q, lengths)
@@ -94,8 +96,8 @@ def run_schedule(
     tensors = CallTensors(*[aligned(x) for x in inputs])
     with torch.cuda.device_of(tensors.q):
         on_ranks = exchange is not None
-        kind, batch = kind_of(tensors, options, on_ranks)
-        lengths, dtypes = lengths_of(kind, *batch), dtypes_of(tensors)
+        kind, sizes = kind_and_sizes(tensors, options, on_ranks)
+        lengths, dtypes = lengths_of(kind, *sizes), dtypes_of(tensors)
         segmented, back = lengths.borders > 0, saved is not None
         make_schedule = (
             stages.backward_schedule if back else stages.forward_schedule
@@ -103,8 +105,10 @@ def run_schedule(
         schedule = make_schedule(kind, dtypes, segmented)
         if not schedule.kernels:
             schedules = [schedule]
-            trained = [x for x in tensors if x is not None and x.requires_grad]
-            if trained and not back:
+            differentiable = any(
+                x is not None and x.requires_grad for x in tensors
+            )
+            if differentiable and not back:
                 dstate = torch.float32 if on_ranks else None
                 dtypes = dtypes._replace(do=dtypes.v, dstate=dstate)
                 schedules.append(

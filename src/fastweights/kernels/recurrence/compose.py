@@ -72,8 +72,8 @@ def compose_state(
     META: tl.constexpr,
 ):
     """The state at p_from, through the map, is added to that at p_to."""
-    of_state = maps, i_M, p_from, i_from, i_v, p_to, i_to
-    b_S = apply_map(*of_state, META.V, BACK, META)
+    state_args = maps, i_M, p_from, i_from, i_v, p_to, i_to
+    b_S = apply_map(*state_args, META.V, BACK, META)
     tile.store_state(p_to, b_S, i_to, i_v, True, META)
 
 
@@ -92,8 +92,8 @@ def compose_map(maps, products, i_M, i_P, is_first, i_j, META: tl.constexpr):
             o_M = (i_M.to(tl.int64) * K + o_j) * K + tl.arange(0, BK)[:, None]
         b_S = tl.load(maps + o_M, mask=m_S, other=0.0)
     else:
-        of_map = maps, i_M, products, i_P, i_j, None, 0
-        b_S = apply_map(*of_map, K, BACK, META)
+        map_args = maps, i_M, products, i_P, i_j, None, 0
+        b_S = apply_map(*map_args, K, BACK, META)
     tl.store(products + o_S, b_S, mask=m_S)
 
 
@@ -159,15 +159,15 @@ def compose_kernel(states, call, META: tl.constexpr):
         )
         i_M = i_M * HV + i_hv
         if META.DELTA:
-            of_state = maps, i_M, p_from, i_from, i_v, p_to, i_to
+            state_args = maps, i_M, p_from, i_from, i_v, p_to, i_to
             if NM > 0:
                 if i_v < NV:
-                    compose_state(*of_state, BACK, META)
+                    compose_state(*state_args, BACK, META)
                 else:
-                    of_map = maps, products, i_M, i_P, i == 0, i_v - NV
-                    compose_map(*of_map, META)
+                    map_args = maps, products, i_M, i_P, i == 0, i_v - NV
+                    compose_map(*map_args, META)
             else:
-                compose_state(*of_state, BACK, META)
+                compose_state(*state_args, BACK, META)
         else:
             b_S = tile.load_state(p_to, i_to, i_v, True, META)  # [BK, BV]
             b_from = tile.load_state(p_from, i_from, i_v, True, META)
@@ -214,8 +214,8 @@ def add_arriving_kernel(states, call, META: tl.constexpr):
         )
         i_n = i_n * HV + i_hv
         if META.DELTA:
-            of_state = products, i_M, arriving, i_n, i_v, p_to, i_to
-            compose_state(*of_state, False, META)
+            state_args = products, i_M, arriving, i_n, i_v, p_to, i_to
+            compose_state(*state_args, False, META)
         else:
             b_S = tile.load_state(arriving, i_n, i_v, True, META)
             if products is not None:

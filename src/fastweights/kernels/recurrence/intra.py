@@ -39,7 +39,9 @@ def add_scores(
 
 
 @triton.jit
-def add_scores_by_level(sums, keys, b_high, b_low, mark, META: tl.constexpr):
+def add_scores_by_level(
+    sums, keys, b_high, b_low, fold_level, META: tl.constexpr
+):
     """Add a tile's scores [BT, BT] at any gates, level by level.
 
     gates.folded_factors has the first pairs; then come those with a token in
@@ -49,12 +51,14 @@ def add_scores_by_level(sums, keys, b_high, b_low, mark, META: tl.constexpr):
     b_k = keys[1]
     BT: tl.constexpr = META.BT
     dtype: tl.constexpr = b_k.dtype
-    EXACT: tl.constexpr = dtype == tl.float32
+    IS_FP32: tl.constexpr = dtype == tl.float32
     FOLDED_DTYPE: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype
-    b_row, b_col, m_A, first = gates.folded_factors(b_high, b_low, mark, dtype)
+    b_row, b_col, m_A, first = gates.folded_factors(
+        b_high, b_low, fold_level, dtype
+    )
     sums = add_scores(sums, keys, (b_row, b_col), m_A, FOLDED_DTYPE, META)
     for level in range(first, gates.num_levels(BT) + 1):
-        b_D, m_second = gates.to_middle(b_high, b_low, level, EXACT)
+        b_D, m_second = gates.to_middle(b_high, b_low, level, IS_FP32)
         b_d = tl.exp2(b_D)
         m_A = gates.pairs_across(level, BT)
         sums = add_scores(sums, keys, (b_d, b_d), m_A, dtype, META)
@@ -92,7 +96,7 @@ def invert_and_store(b_Aqk, b_Aek, b_beta, scores, place, META: tl.constexpr):
 
 @triton.jit
 def intra_fwd_kernel(
-    inputs, qk, decays, scores, marks, call, META: tl.constexpr
+    inputs, qk, decays, scores, fold_levels, call, META: tl.constexpr
 ):
     """One chunk of one value head.
 
@@ -104,20 +108,20 @@ def intra_fwd_kernel(
     Gates are running sums G, in log2 units, and total is a chunk's, G_C. The
     chunk is seen from the point p where half of its decay is done, G_p =
     G_C / 2. A gate per head: G and, per row, the decays from p on, row_in =
-    e^{G - G_p}, and to p, row_out = e^{G_p - G}; both may be large. A decay
-    that is not gates.is_factorable has e^G and e^{G_C - G} in their place, and
+    2^{G - G_p}, and to p, row_out = 2^{G_p - G}; both may be large. A decay
+    that is not gates.is_factorable has 2^G and 2^{G_C - G} in their place, and
     its scores take differences of G: in fp64, since in fp32 a weak gate after
     strong ones would drown.
 
-    A gate per channel: Aqk, and what the state meets, q_in = e^{G - G_p} q,
-    e_in = e^{G - G_p} e and k_out = e^{G_p - G} k. Their products are the
-    scores. A channel whose decay is not factorable has e^G and e^{G_C - G}
-    there; its chunk gets a mark in marks (gates.mark_of), and leaves its
+    A gate per channel: Aqk, and what the state meets, q_in = 2^{G - G_p} q,
+    e_in = 2^{G - G_p} e and k_out = 2^{G_p - G} k. Their products are the
+    scores. A channel whose decay is not factorable has 2^G and 2^{G_C - G}
+    there; its chunk has a gates.fold_level_of in fold_levels, and leaves its
     scores to intra_unfactorable_kernel. The backward runs the kernel AGAIN,
-    without scores and marks, which the forward has saved.
+    without scores and fold_levels, which the forward has saved.
     """
     dtype: tl.constexpr = inputs.k.dtype.element_ty
-    EXACT: tl.constexpr = dtype == tl.float32
+    IS_FP32: tl.constexpr = dtype == tl.float32
     PRECISION: tl.constexpr = META.PRECISION
     PER_HEAD: tl.constexpr = META.PER_HEAD
     PER_CHANNEL: tl.constexpr = META.PER_CHANNEL
@@ -129,12 +133,12 @@ def intra_fwd_kernel(
     HV: tl.constexpr = META.HV
     K: tl.constexpr = META.K
     BT: tl.constexpr = META.BT
-    i_c, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
-    i_ch = i_c.to(tl.int64) * HV + i_hv
-    t, end = tile.chunk_span(i_c, call.cu_seqlens, call.N, call.T, BT)
+    i_slot, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
+    i_sh = i_slot.to(tl.int64) * HV + i_hv
+    t, end = tile.chunk_span(i_slot, call.cu_seqlens, call.N, call.T, BT)
     if t >= end:
         if PER_CHANNEL and not AGAIN:
-            tl.store(marks + i_ch, 0)
+            tl.store(fold_levels + i_sh, 0)
         return
     place = t, end, i_hv
     place_of_key = t, end, i_hv // (HV // META.QK_HEADS)
@@ -144,7 +148,7 @@ def intra_fwd_kernel(
         b_beta = tile.load_numbers(inputs.beta, place, HV, BT)  # [BT]
         b_beta = b_beta.to(tl.float32)
         if not PER_HEAD:  # else with the gate's rows
-            tl.store(tile.slot_row(decays.row_beta, i_ch, BT), b_beta)
+            tl.store(tile.slot_row(decays.row_beta, i_sh, BT), b_beta)
     if PER_HEAD:
         b_g = tile.load_numbers(inputs.g, place, HV, BT)  # [BT]
     b_Aqk = tl.zeros([BT, BT], dtype=tl.float32)
@@ -152,7 +156,7 @@ def intra_fwd_kernel(
     if HAS_ERASE_KEY and PER_HEAD:
         b_ee = tl.zeros([BT], dtype=tl.float32)
         b_kk = tl.zeros([BT], dtype=tl.float32)
-    marked, mark = False, 1 + gates.num_levels(BT)
+    unfactorable, fold_level = False, 1 + gates.num_levels(BT)
     NK: tl.constexpr = META.NK if PER_CHANNEL or DELTA else 0
     for i_k in range(NK):
         b_k = tile.load_rows(inputs.k, place_of_key, i_k, KEYS)  # [BT, BK]
@@ -170,20 +174,20 @@ def intra_fwd_kernel(
             b_q = tile.load_rows(inputs.q, place_of_key, i_k, KEYS)
             b_g = tile.load_rows(inputs.g, place, i_k, HV_KEYS)  # [BT, BK]
             b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
-            b_total = gates.chunk_total(b_high, b_low, EXACT)  # [BK]
+            b_total = gates.chunk_total(b_high, b_low, IS_FP32)  # [BK]
             o_k = i_k * META.BK + tl.arange(0, META.BK)
-            tl.store(decays.total + i_ch * K + o_k, b_total, mask=o_k < K)
+            tl.store(decays.total + i_sh * K + o_k, b_total, mask=o_k < K)
             if not AGAIN:
                 b_least = tl.min(b_total)
-                marked |= gates.is_factorable(b_least, inputs.k) == 0
-                found = gates.mark_of(b_high, b_least, dtype)
-                mark = tl.minimum(mark, found)
-            m_factorable = gates.is_factorable(b_total, inputs.k)  # [BK]
+                unfactorable |= gates.is_factorable(b_least, dtype) == 0
+                level = gates.fold_level_of(b_high, b_least, dtype)
+                fold_level = tl.minimum(fold_level, level)
+            m_factorable = gates.is_factorable(b_total, dtype)  # [BK]
             b_outer = tl.where(m_factorable, 0.5 * b_total, 0.0)[None, :]
-            b_G = gates.sum_gates(b_lag < 0, b_high, b_low, EXACT)  # G_C - G
+            b_G = gates.sum_gates(b_lag < 0, b_high, b_low, IS_FP32)  # G_C - G
             b_k_out = (b_k * tl.exp2(b_G - b_outer)).to(dtype)  # [BT, BK]
             tile.store_rows(qk.k_out, b_k_out, place, i_k, HV_KEYS)
-            b_G = gates.sum_gates(b_lag >= 0, b_high, b_low, EXACT)
+            b_G = gates.sum_gates(b_lag >= 0, b_high, b_low, IS_FP32)
             b_row = tl.exp2(b_G - b_outer)
             b_q_in = (b_q * b_row).to(dtype)  # [BT, BK]
             tile.store_rows(qk.q_in, b_q_in, place, i_k, HV_KEYS)
@@ -199,37 +203,37 @@ def intra_fwd_kernel(
                     )
 
     if PER_CHANNEL and not AGAIN:
-        tl.store(marks + i_ch, tl.where(marked, mark, 0))
-        if marked:
+        tl.store(fold_levels + i_sh, tl.where(unfactorable, fold_level, 0))
+        if unfactorable:
             return
     if PER_HEAD:
         # After the products: before them, the barriers of the sums and the
         # stores would hold the loads of k back.
         if inputs.beta is not None:
-            tl.store(tile.slot_row(decays.row_beta, i_ch, BT), b_beta)
+            tl.store(tile.slot_row(decays.row_beta, i_sh, BT), b_beta)
         b_g = gates.clamp_below(b_g.to(tl.float32), -20000.0)
         b_G = tl.cumsum(b_g.to(tl.float64) * tile.LOG2_E, axis=0)
-        tl.store(tile.slot_row(decays.G, i_ch, BT), b_G)
+        tl.store(tile.slot_row(decays.G, i_sh, BT), b_G)
         b_total = tl.sum(
             tl.where(tl.arange(0, BT) == BT - 1, b_G, 0.0), axis=0
         )
-        factorable = gates.is_factorable(b_total, inputs.k)
+        factorable = gates.is_factorable(b_total, dtype)
         b_row_in = b_G - tl.where(factorable, 0.5 * b_total, 0.0)
         b_row_out = tl.where(factorable, 0.5, 1.0) * b_total - b_G
         b_row_in, b_row_out = (
             tl.exp2(b_row_in.to(tl.float32)),
             tl.exp2(b_row_out.to(tl.float32)),
         )
-        tl.store(tile.slot_row(decays.row_in, i_ch, BT), b_row_in)
-        tl.store(tile.slot_row(decays.row_out, i_ch, BT), b_row_out)
+        tl.store(tile.slot_row(decays.row_in, i_sh, BT), b_row_in)
+        tl.store(tile.slot_row(decays.row_out, i_sh, BT), b_row_out)
         b_total = b_total.to(tl.float32)
-        tl.store(decays.total + i_ch, b_total)
+        tl.store(decays.total + i_sh, b_total)
         if DELTA:
             tl.debug_barrier()  # all of G is there
             if factorable:
                 b_Aek *= b_row_in[:, None] * b_row_out[None, :]
             else:
-                b_G = tl.load(tile.slot_row(decays.G, i_ch, BT))  # [BT]
+                b_G = tl.load(tile.slot_row(decays.G, i_sh, BT))  # [BT]
                 b_Aek *= gates.decay_matrix(b_G)
     step_bound = invert_and_store(b_Aqk, b_Aek, b_beta, scores, place, META)
     if PER_HEAD and DELTA:
@@ -242,29 +246,29 @@ def intra_fwd_kernel(
             b_total += tl.sum(tl.log2(b_most))
         else:  # a map grows with steps over 2
             b_total += BT * tl.log2(tl.maximum(step_bound - 1.0, 1.0))
-        tl.store(decays.map_bound + i_ch, b_total)
+        tl.store(decays.map_bound + i_sh, b_total)
 
 
 @triton.jit
 def intra_unfactorable_kernel(
-    inputs, decays, scores, marks, call, META: tl.constexpr
+    inputs, decays, scores, fold_levels, call, META: tl.constexpr
 ):
-    """The scores and R of a chunk that intra_fwd_kernel has marked."""
+    """The scores and R of a chunk for which fold_levels has no 0."""
     KEYS: tl.constexpr = META.key_tiles
     HV_KEYS: tl.constexpr = META.hv_key_tiles
     HV: tl.constexpr = META.HV
     BT: tl.constexpr = META.BT
-    i_c, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
-    i_ch = i_c.to(tl.int64) * HV + i_hv
-    mark = tl.load(marks + i_ch)
-    if mark == 0:
+    i_slot, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
+    i_sh = i_slot.to(tl.int64) * HV + i_hv
+    fold_level = tl.load(fold_levels + i_sh)
+    if fold_level == 0:
         return
-    t, end = tile.chunk_span(i_c, call.cu_seqlens, call.N, call.T, BT)
+    t, end = tile.chunk_span(i_slot, call.cu_seqlens, call.N, call.T, BT)
     place = t, end, i_hv
     place_of_key = t, end, i_hv // (HV // META.QK_HEADS)
     b_beta = None
     if decays.row_beta is not None:
-        b_beta = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))  # [BT]
+        b_beta = tl.load(tile.slot_row(decays.row_beta, i_sh, BT))  # [BT]
     zeros = tl.zeros([BT, BT], dtype=tl.float32)
     sums = zeros, zeros
     for i_k in range(META.NK):
@@ -276,6 +280,6 @@ def intra_unfactorable_kernel(
             b_e = tile.load_rows(inputs.e, place, i_k, HV_KEYS)  # [BT, BK]
         b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
         keys = b_q, b_k, b_e
-        sums = add_scores_by_level(sums, keys, b_high, b_low, mark, META)
+        sums = add_scores_by_level(sums, keys, b_high, b_low, fold_level, META)
     b_Aqk, b_Aek = sums
     invert_and_store(b_Aqk, b_Aek, b_beta, scores, place, META)

@@ -8,18 +8,18 @@ from fastweights.kernels.recurrence import gates
 
 
 @triton.jit
-def is_marked(marks, i_c, i_h, META: tl.constexpr):
-    """Whether any value head of key head i_h is marked as unfactorable."""
+def is_unfactorable(fold_levels, i_slot, i_h, META: tl.constexpr):
+    """Whether a value head of key head i_h has an unfactorable chunk here."""
     NG: tl.constexpr = META.HV // META.QK_HEADS
-    marked = 0
+    unfactorable = 0
     for i_g in tl.static_range(NG):
-        i_ch = (i_c.to(tl.int64) * META.QK_HEADS + i_h) * NG + i_g
-        marked |= tl.load(marks + i_ch)
-    return marked != 0
+        i_sh = (i_slot.to(tl.int64) * META.QK_HEADS + i_h) * NG + i_g
+        unfactorable |= tl.load(fold_levels + i_sh)
+    return unfactorable != 0
 
 
 @triton.jit
-def sum_over_values(grad_inputs, place, i_ch, i_k, META: tl.constexpr):
+def sum_over_values(grad_inputs, place, i_sh, i_k, META: tl.constexpr):
     """The sums over values, before any decay, scale, beta and mask.
 
     Returns the scores' dAqk and -dAek, [BT, BT]; what passes through the
@@ -42,7 +42,7 @@ def sum_over_values(grad_inputs, place, i_ch, i_k, META: tl.constexpr):
     b_de = tl.zeros([BT, BK], dtype=tl.float32)
     b_hdh = tl.zeros([BK, BK], dtype=tl.float32)
     for i_v in range(META.NV):
-        o_h, m_h = tile.tile_at(i_ch, i_k, 0, i_v, META.K, 1, META.V, BK, BV)
+        o_h, m_h = tile.tile_at(i_sh, i_k, 0, i_v, META.K, 1, META.V, BK, BV)
         b_h = tl.load(grad_inputs.h + o_h, mask=m_h, other=0.0)  # [BK, BV]
         b_dh = tl.load(grad_inputs.dh + o_h, mask=m_h, other=0.0)  # [BK, BV]
         b_u = tile.load_rows(grad_inputs.u, place, i_v, VALUES)  # [BT, BV]
@@ -84,7 +84,7 @@ def store_dbeta(dbeta, b_dAek, b_beta, place, i_k, META: tl.constexpr):
 
 @triton.jit
 def intra_bwd_kernel(
-    g, qk, decays, marks, grad_inputs, grads, call, META: tl.constexpr
+    g, qk, decays, fold_levels, grad_inputs, grads, call, META: tl.constexpr
 ):
     """One chunk and key tile of one key head: dq, dk, dg, dbeta, de.
 
@@ -117,46 +117,46 @@ def intra_bwd_kernel(
     BK: tl.constexpr = META.BK
     NK: tl.constexpr = META.NK
     QK_TILES: tl.constexpr = HV_KEYS if PER_CHANNEL else KEYS
-    EXACT: tl.constexpr = grad_inputs.do.dtype.element_ty == tl.float32
-    SPLIT: tl.constexpr = grad_inputs.do.dtype.element_ty == tl.bfloat16
+    dtype: tl.constexpr = grad_inputs.do.dtype.element_ty
+    IS_FP32: tl.constexpr = dtype == tl.float32
+    IS_BF16: tl.constexpr = dtype == tl.bfloat16
     NG: tl.constexpr = HV // H
-    i_c, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
+    i_slot, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
     i_k = tl.program_id(0) % NK
-    t, end = tile.chunk_span(i_c, call.cu_seqlens, call.N, call.T, BT)
+    t, end = tile.chunk_span(i_slot, call.cu_seqlens, call.N, call.T, BT)
     if t >= end:
         return
     if PER_CHANNEL:
-        if is_marked(marks, i_c, i_h, META):
+        if is_unfactorable(fold_levels, i_slot, i_h, META):
             return
-    dtype = grad_inputs.do.dtype.element_ty
     b_lag = tile.token_lag(BT)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
     for i_g in range(NG):
         i_hv = i_h * NG + i_g
-        i_ch = i_c.to(tl.int64) * HV + i_hv
+        i_sh = i_slot.to(tl.int64) * HV + i_hv
         place = (t, end, i_hv)
         b_dAqk, b_dAek, b_dq_hv, b_dk_hv, b_de, b_dtotal = sum_over_values(
-            grad_inputs, place, i_ch, i_k, META
+            grad_inputs, place, i_sh, i_k, META
         )
 
         # Through the scores: the diagonal, which no gate is in, by itself.
         b_weight = tl.full([BT], 1.0, dtype=tl.float32)  # of what is written
         if decays.row_beta is not None:
-            b_weight = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))
+            b_weight = tl.load(tile.slot_row(decays.row_beta, i_sh, BT))
             if grads.dbeta is not None:
                 store_dbeta(grads.dbeta, b_dAek, b_weight, place, i_k, META)
         if GATED:
             b_diag = tl.where(b_lag == 0, b_dAqk, 0.0)  # [BT, BT]
             b_diag = (call.scale * b_weight * tl.sum(b_diag, axis=1))[:, None]
         if PER_HEAD:
-            b_row_in = tl.load(tile.slot_row(decays.row_in, i_ch, BT))  # [BT]
-            b_row_out = tl.load(tile.slot_row(decays.row_out, i_ch, BT))
-            b_total = tl.load(decays.total + i_ch)
-            b_outer, b_inner = gates.split_decay(b_total, grad_inputs.do)
+            b_row_in = tl.load(tile.slot_row(decays.row_in, i_sh, BT))  # [BT]
+            b_row_out = tl.load(tile.slot_row(decays.row_out, i_sh, BT))
+            b_total = tl.load(decays.total + i_sh)
+            b_outer, b_inner = gates.split_decay(b_total, dtype)
             b_D = b_row_in[:, None] * (b_row_out * b_weight)[None, :]
-            if gates.is_factorable(b_total, grad_inputs.do) == 0:
-                b_G = tl.load(tile.slot_row(decays.G, i_ch, BT))  # [BT]
+            if gates.is_factorable(b_total, dtype) == 0:
+                b_G = tl.load(tile.slot_row(decays.G, i_sh, BT))  # [BT]
                 b_D = gates.decay_matrix(b_G)
                 b_D *= b_weight[None, :]
             b_dAqk *= call.scale * b_D
@@ -181,7 +181,7 @@ def intra_bwd_kernel(
             b_dtotal *= tl.exp2(b_total)
         elif PER_CHANNEL:
             o_k = i_k * BK + tl.arange(0, BK)
-            p_total = decays.total + i_ch * META.K + o_k
+            p_total = decays.total + i_sh * META.K + o_k
             b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)  # [BK]
             b_dtotal *= tl.exp2(b_total)
             b_decay = tl.exp2(0.5 * b_total)[None, :]
@@ -221,20 +221,20 @@ def intra_bwd_kernel(
             b_dk_scores += b_diag * b_q
 
         if PER_HEAD:
-            i_chk = i_ch * NK + i_k
-            o_c = i_chk * 2 * BT + tl.arange(0, BT)
+            i_shk = i_sh * NK + i_k
+            o_c = i_shk * 2 * BT + tl.arange(0, BT)
             b_sums = tl.reduce((b_pairs, b_w), 1, tile.add_pairs)
             tl.store(grads.dg_parts + o_c, b_sums[0])
             tl.store(grads.dg_parts + BT + o_c, b_sums[1])
-            tl.store(grads.dtotal + i_chk, b_dtotal)
+            tl.store(grads.dtotal + i_shk, b_dtotal)
         elif PER_CHANNEL:
-            b_dg = gates.sum_rows(b_lag <= 0, b_pairs, SPLIT)  # [BT, BK]
-            b_dg += gates.sum_rows(b_lag > 0, b_w, SPLIT) + b_dtotal[None, :]
+            b_dg = gates.sum_rows(b_lag <= 0, b_pairs, IS_BF16)  # [BT, BK]
+            b_dg += gates.sum_rows(b_lag > 0, b_w, IS_BF16) + b_dtotal[None, :]
             tile.store_rows(grads.dg, b_dg, place, i_k, HV_KEYS)
 
             b_g = tile.load_rows(g, place, i_k, HV_KEYS)  # [BT, BK]
             b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
-            b_G = gates.sum_gates(b_lag < 0, b_high, b_low, EXACT)  # G_C - G
+            b_G = gates.sum_gates(b_lag < 0, b_high, b_low, IS_FP32)  # G_C - G
             # Loaded again, or it would take registers all the way here.
             b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)  # [BK]
             b_G -= (0.5 * b_total)[None, :]  # G_p - G
@@ -265,8 +265,8 @@ def gate_bwd_kernel(dg_parts, dtotal, dg, call, META: tl.constexpr):
     NUMBERS: tl.constexpr = META.number_tiles
     BT: tl.constexpr = META.BT
     NK: tl.constexpr = META.NK
-    i_c, i_hv = tl.program_id(0) // META.HV, tl.program_id(0) % META.HV
-    t, end = tile.chunk_span(i_c, call.cu_seqlens, call.N, call.T, BT)
+    i_slot, i_hv = tl.program_id(0) // META.HV, tl.program_id(0) % META.HV
+    t, end = tile.chunk_span(i_slot, call.cu_seqlens, call.N, call.T, BT)
     if t >= end:
         return
     o_c = tl.arange(0, BT)
@@ -274,11 +274,11 @@ def gate_bwd_kernel(dg_parts, dtotal, dg, call, META: tl.constexpr):
     b_before = tl.zeros([BT], dtype=tl.float32)
     b_dg = tl.zeros([BT], dtype=tl.float32)
     for i_k in tl.static_range(NK):
-        i_chk = tl.program_id(0).to(tl.int64) * NK + i_k
-        p_part = dg_parts + i_chk * 2 * BT + o_c
+        i_shk = tl.program_id(0).to(tl.int64) * NK + i_k
+        p_part = dg_parts + i_shk * 2 * BT + o_c
         b_pairs += tl.load(p_part)
         b_before += tl.load(p_part + BT - 1, mask=o_c > 0, other=0.0)
-        b_dg += tl.load(dtotal + i_chk)
+        b_dg += tl.load(dtotal + i_shk)
     b_dg += tl.cumsum(b_before, axis=0)
     b_dg += tl.cumsum(b_pairs, axis=0, reverse=True)
     tile.store_rows(dg, b_dg[:, None], (t, end, i_hv), 0, NUMBERS)
@@ -327,7 +327,7 @@ def add_grads(
 
 @triton.jit
 def intra_bwd_unfactorable_kernel(
-    inputs, decays, marks, grad_inputs, grads, call, META: tl.constexpr
+    inputs, decays, fold_levels, grad_inputs, grads, call, META: tl.constexpr
 ):
     """intra_bwd_kernel for a gate per channel, on unfactorable chunks.
 
@@ -344,24 +344,24 @@ def intra_bwd_unfactorable_kernel(
     BT: tl.constexpr = META.BT
     BK: tl.constexpr = META.BK
     NK: tl.constexpr = META.NK
-    EXACT: tl.constexpr = grad_inputs.do.dtype.element_ty == tl.float32
-    SPLIT: tl.constexpr = grad_inputs.do.dtype.element_ty == tl.bfloat16
+    dtype: tl.constexpr = grad_inputs.do.dtype.element_ty
+    IS_FP32: tl.constexpr = dtype == tl.float32
+    IS_BF16: tl.constexpr = dtype == tl.bfloat16
     NG: tl.constexpr = HV // H
     LEVELS: tl.constexpr = gates.num_levels(BT)
-    dtype: tl.constexpr = grad_inputs.do.dtype.element_ty
     FOLDED_DTYPE: tl.constexpr = tl.float32 if dtype == tl.float16 else dtype
-    i_c, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
+    i_slot, i_h = tl.program_id(0) // (NK * H), tl.program_id(0) // NK % H
     i_k = tl.program_id(0) % NK
-    if is_marked(marks, i_c, i_h, META) == 0:
+    if is_unfactorable(fold_levels, i_slot, i_h, META) == 0:
         return
-    t, end = tile.chunk_span(i_c, call.cu_seqlens, call.N, call.T, BT)
+    t, end = tile.chunk_span(i_slot, call.cu_seqlens, call.N, call.T, BT)
     b_lag = tile.token_lag(BT)
     place_of_key = (t, end, i_h)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
     for i_g in range(NG):
         i_hv = i_h * NG + i_g
-        i_ch = i_c.to(tl.int64) * HV + i_hv
+        i_sh = i_slot.to(tl.int64) * HV + i_hv
         place = (t, end, i_hv)
         # All loads first: none goes ahead of a barrier by itself.
         b_g = tile.load_rows(inputs.g, place, i_k, HV_KEYS)  # [BT, BK]
@@ -371,13 +371,13 @@ def intra_bwd_unfactorable_kernel(
         if HAS_ERASE_KEY:
             b_e = tile.load_rows(inputs.e, place, i_k, HV_KEYS)  # [BT, BK]
         o_k = i_k * BK + tl.arange(0, BK)
-        p_total = decays.total + i_ch * META.K + o_k
+        p_total = decays.total + i_sh * META.K + o_k
         b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)  # [BK]
-        mark = tl.maximum(tl.load(marks + i_ch), 1)
+        fold_level = tl.maximum(tl.load(fold_levels + i_sh), 1)
         if decays.row_beta is not None:
-            b_beta = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))  # [BT]
+            b_beta = tl.load(tile.slot_row(decays.row_beta, i_sh, BT))  # [BT]
         b_dAqk, b_dAek, b_dq_hv, b_dk_hv, b_de, b_dtotal = sum_over_values(
-            grad_inputs, place, i_ch, i_k, META
+            grad_inputs, place, i_sh, i_k, META
         )
         b_dAqk = tile.by_columns(b_dAqk, True)
         b_dAek = tile.by_columns(b_dAek, True)
@@ -393,16 +393,16 @@ def intra_bwd_unfactorable_kernel(
             b_dAek *= -b_beta[None, :]
             b_dk_hv *= b_beta[:, None]
         b_high, b_low = gates.split_gates(b_g)  # [BT, BK]
-        b_G = gates.sum_gates(b_lag >= 0, b_high, b_low, EXACT, True)
+        b_G = gates.sum_gates(b_lag >= 0, b_high, b_low, IS_FP32, True)
         b_in = tl.exp2(b_G)
         b_dAqk *= call.scale
         b_dq_hv *= call.scale * b_in
         b_de *= -b_in
-        b_G = gates.sum_gates(b_lag < 0, b_high, b_low, EXACT, True)
+        b_G = gates.sum_gates(b_lag < 0, b_high, b_low, IS_FP32, True)
         b_dk_hv *= tl.exp2(b_G)
         b_w = b_k * b_dk_hv  # [BT, BK]
         b_pairs = b_q * b_dq_hv + b_e * b_de
-        b_dg = gates.sum_rows(b_lag > 0, b_w, SPLIT, True)
+        b_dg = gates.sum_rows(b_lag > 0, b_w, IS_BF16, True)
         b_dg += (tl.exp2(b_total) * b_dtotal)[None, :]
 
         # Through the scores, the diagonal by itself.
@@ -414,14 +414,16 @@ def intra_bwd_unfactorable_kernel(
         b_dAqk = tl.where(b_lag > 0, b_dAqk, 0.0).to(dtype)  # [BT, BT]
         b_dAek = tl.where(b_lag > 0, b_dAek, 0.0).to(dtype)  # [BT, BT]
         b_row, b_col, m_A, first = gates.folded_factors(
-            b_high, b_low, mark, dtype, True
+            b_high, b_low, fold_level, dtype, True
         )
         sums, dscores = (b_dq_hv, b_dk_hv, b_de, b_pairs), (b_dAqk, b_dAek)
         keys = b_q, b_k, b_e
         factors = b_row, b_col
         sums = add_grads(sums, dscores, keys, factors, m_A, FOLDED_DTYPE, META)
         for level in range(first, LEVELS + 1):
-            b_D, m_second = gates.to_middle(b_high, b_low, level, EXACT, True)
+            b_D, m_second = gates.to_middle(
+                b_high, b_low, level, IS_FP32, True
+            )
             b_d = tl.exp2(b_D)
             m_A = gates.pairs_across(level, BT)
             sums = add_grads(sums, dscores, keys, (b_d, b_d), m_A, dtype, META)
@@ -431,7 +433,7 @@ def intra_bwd_unfactorable_kernel(
         b_dk += b_dk_hv
         if HAS_ERASE_KEY:
             tile.store_rows(grads.de, b_de, place, i_k, HV_KEYS)
-        b_dg += gates.sum_rows(b_lag <= 0, b_pairs, SPLIT, True)
+        b_dg += gates.sum_rows(b_lag <= 0, b_pairs, IS_BF16, True)
         tile.store_rows(grads.dg, b_dg, place, i_k, HV_KEYS)
 
     tile.store_rows(grads.dq, b_dq, place_of_key, i_k, KEYS)

@@ -51,34 +51,34 @@ def unit_columns(i_j, BK: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit
-def channel_decays(decays, i_ch, x, META: tl.constexpr):
-    """The parts [BK, 1] of each channel's decay, in chunk and head i_ch.
+def channel_decays(decays, i_sh, dtype: tl.constexpr, META: tl.constexpr):
+    """The parts [BK, 1] of each channel's decay, in slot and head i_sh.
 
-    As gates.split_decay finds them, for products in x's dtype.
+    As gates.split_decay finds them, for products in ``dtype``.
     """
     o_k = tl.arange(0, META.BK)
-    p_total = decays.total + i_ch * META.K + o_k
+    p_total = decays.total + i_sh * META.K + o_k
     b_total = tl.load(p_total, mask=o_k < META.K, other=0.0)[:, None]
-    return gates.split_decay(b_total, x)
+    return gates.split_decay(b_total, dtype)
 
 
 @triton.jit
-def head_decays(decays, i_ch, x, META: tl.constexpr):
+def head_decays(decays, i_sh, dtype: tl.constexpr, META: tl.constexpr):
     """The parts of a head's decay, two numbers; row_in and row_out [BT, 1].
 
     The last result is whether the decay is factorable: then the chunk is seen
     from half of it.
     """
-    b_total = tl.load(decays.total + i_ch)
-    b_outer, b_inner = gates.split_decay(b_total, x)
-    b_row_in = tl.load(tile.slot_row(decays.row_in, i_ch, META.BT))[:, None]
-    b_row_out = tl.load(tile.slot_row(decays.row_out, i_ch, META.BT))[:, None]
+    b_total = tl.load(decays.total + i_sh)
+    b_outer, b_inner = gates.split_decay(b_total, dtype)
+    b_row_in = tl.load(tile.slot_row(decays.row_in, i_sh, META.BT))[:, None]
+    b_row_out = tl.load(tile.slot_row(decays.row_out, i_sh, META.BT))[:, None]
     return (
         b_outer,
         b_inner,
         b_row_in,
         b_row_out,
-        gates.is_factorable(b_total, x),
+        gates.is_factorable(b_total, dtype),
     )
 
 
@@ -120,8 +120,8 @@ def chunks_of(
     from_chunk = first_chunk
     first_slot = tile.first_slot(i_n, call.cu_seqlens, call.T, BT)
     if MAP and META.PER_HEAD:
-        of_segment = first_slot + first_chunk, i_hv, first_chunk, stop_chunk
-        reached = chunks_in_reach(map_bound, *of_segment, False, META)
+        reach_args = first_slot + first_chunk, i_hv, first_chunk, stop_chunk
+        reached = chunks_in_reach(map_bound, *reach_args, False, META)
         reaches_all = reached == stop_chunk - first_chunk
         if is_M & (reaches_all == 0):
             reached = 0
@@ -238,6 +238,7 @@ def scan_fwd_kernel(
     segment that no state enters needs no M. Where the kernel writes no map,
     border_states is the composed state that passes each border.
     """
+    dtype: tl.constexpr = v.dtype.element_ty
     GATED: tl.constexpr = META.GATED
     PER_HEAD: tl.constexpr = META.PER_HEAD
     PER_CHANNEL: tl.constexpr = META.PER_CHANNEL
@@ -294,20 +295,20 @@ def scan_fwd_kernel(
         c_v = c
         if MAP:  # programs of M read v past the end: zeros
             c_v = tl.where(is_M, (chunks.end - chunks.start).to(tl.int32), c)
-        i_ch = (chunks.first_slot + i_t) * HV + i_hv
+        i_sh = (chunks.first_slot + i_t) * HV + i_hv
         if PER_CHANNEL:
             if KEEPS:
-                b_S_in = b_S.to(v.dtype.element_ty)
-                tile.store_state(outputs.h, b_S_in, i_ch, i_v, True, META)
-            b_outer, b_inner = channel_decays(decays, i_ch, v, META)
+                b_S_in = b_S.to(dtype)
+                tile.store_state(outputs.h, b_S_in, i_sh, i_v, True, META)
+            b_outer, b_inner = channel_decays(decays, i_sh, dtype, META)
             b_S *= b_outer  # to where half of each channel has decayed
         elif PER_HEAD and DELTA:
             b_outer, b_inner, b_row_in, b_row_out, factorable = head_decays(
-                decays, i_ch, v, META
+                decays, i_sh, dtype, META
             )
         if WRITES_O and PER_HEAD and not DELTA:
-            b_G = tl.load(tile.slot_row(decays.G, i_ch, BT))  # [BT]
-        b_S_in = b_S.to(v.dtype.element_ty)  # [BK, BV]
+            b_G = tl.load(tile.slot_row(decays.G, i_sh, BT))  # [BT]
+        b_S_in = b_S.to(dtype)  # [BK, BV]
         b_v = tile.load_chunk(t_v, span, c_v, i_hv, i_v, VALUES)
         if not PER_CHANNEL or DELTA:
             b_e = tile.load_chunk(t_e_in, span, c, i_erase, 0, ERASE_KEYS)
@@ -319,21 +320,21 @@ def scan_fwd_kernel(
 
         if PER_HEAD and not DELTA:  # here its rows cost no registers
             b_outer, b_inner, b_row_in, b_row_out, factorable = head_decays(
-                decays, i_ch, v, META
+                decays, i_sh, dtype, META
             )
         b_v_new = b_v  # [BT, BV]
         if decays.row_beta is not None:
-            b_beta = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))[:, None]
+            b_beta = tl.load(tile.slot_row(decays.row_beta, i_sh, BT))[:, None]
         if DELTA:
             b_R = tile.load_chunk(t_R, span, c, i_hv, 0, SCORES)
             b_eS = tile.dot(b_e, b_S_in, None, PRECISION, BY_COLUMNS)
         if KEEPS and not PER_CHANNEL:  # while that product runs
-            tile.store_state(outputs.h, b_S_in, i_ch, i_v, True, META)
+            tile.store_state(outputs.h, b_S_in, i_sh, i_v, True, META)
         if DELTA:
             if PER_HEAD:
                 b_eS *= b_outer * b_row_in
             b_r = b_v - b_eS  # [BT, BV]
-            b_step = (b_r if HAS_ERASE_KEY else b_beta * b_r).to(b_v.dtype)
+            b_step = (b_r if HAS_ERASE_KEY else b_beta * b_r).to(dtype)
             b_u = tile.dot(
                 b_R, b_step, b_r, PRECISION, BY_COLUMNS
             )  # r + R beta r
@@ -347,17 +348,18 @@ def scan_fwd_kernel(
             b_S *= b_inner
         if GATED and MAP and not DELTA:
             b_decay *= b_outer * b_inner * b_outer
-        b_new = b_v_new
+        b_v_out = b_v_new
         if PER_HEAD:
-            b_new *= b_row_out
-        b_new = b_new.to(b_v.dtype)  # [BT, BV], from where the chunk is seen
+            b_v_out *= b_row_out
+        b_v_out = b_v_out.to(dtype)  # [BT, BV], from where the chunk is seen
+        b_v_A = b_v_out  # what Aqk multiplies
         if PER_CHANNEL or HAS_ERASE_KEY:
             b_k = tile.load_chunk(t_k_out, span, c, i_qk, 0, KEYS)
         else:
             b_k = b_e
         b_kT = tl.trans(b_k)  # [BK, BT]
         # S' = decay S + k^T v_new [BK, BV]
-        b_S = tl.dot(b_kT, b_new, b_S, input_precision=PRECISION)
+        b_S = tl.dot(b_kT, b_v_out, b_S, input_precision=PRECISION)
 
         if WRITES_O:
             if not PER_CHANNEL:
@@ -372,15 +374,15 @@ def scan_fwd_kernel(
                 b_scale = call.scale * tl.where(factorable, b_row_in, 1.0)
                 if factorable == 0:
                     if DELTA:  # no registers are left to load it ahead
-                        b_G = tl.load(tile.slot_row(decays.G, i_ch, BT))
+                        b_G = tl.load(tile.slot_row(decays.G, i_sh, BT))
                     b_A *= gates.decay_matrix(b_G)
-                    b_new = b_v_new.to(b_v.dtype)
+                    b_v_A = b_v_new.to(dtype)
             if not PER_CHANNEL:
                 b_A = tl.where(tile.token_lag(BT) >= 0, b_A, 0.0)
-                b_A = b_A.to(b_v.dtype)
+                b_A = b_A.to(dtype)
             b_o = tile.by_columns(b_o, BY_COLUMNS)
             # o = scale (q S + Aqk v_new) [BT, BV]
-            b_o = b_scale * tl.dot(b_A, b_new, b_o, input_precision=PRECISION)
+            b_o = b_scale * tl.dot(b_A, b_v_A, b_o, input_precision=PRECISION)
             tile.store_rows(outputs.o, b_o, place, i_v, VALUES)
         if GATED:  # from where the chunk is seen to its exit
             b_S *= b_outer
@@ -429,8 +431,8 @@ def chunks_back_of(
             feeds_compose &= first_chunk > 0
         stop_chunk = tl.where(feeds_compose, stop_chunk, first_chunk)
     if MAP and META.PER_HEAD:
-        of_segment = first_slot + first_chunk, i_hv, first_chunk, stop_chunk
-        reached = chunks_in_reach(map_bound, *of_segment, True, META)
+        reach_args = first_slot + first_chunk, i_hv, first_chunk, stop_chunk
+        reached = chunks_in_reach(map_bound, *reach_args, True, META)
         from_end &= reached == stop_chunk - first_chunk
         stop_chunk = first_chunk + reached
     segment = i_n, i_nh, start, end, first_slot, first_chunk, stop_chunk
@@ -504,6 +506,7 @@ def scan_bwd_kernel(
     [borders, HV, K, V], or for a sequence's first segment to dinitial_state.
     With dh border_grads has the composed gradients.
     """
+    dtype: tl.constexpr = output_grads.do.dtype.element_ty
     GATED: tl.constexpr = META.GATED
     PER_HEAD: tl.constexpr = META.PER_HEAD
     PER_CHANNEL: tl.constexpr = META.PER_CHANNEL
@@ -551,23 +554,21 @@ def scan_bwd_kernel(
         i_t = chunks.stop_chunk - 1 - i
         c = i_t * BT
         place = (chunks.start + c, chunks.end, i_hv)
-        i_ch = (chunks.first_slot + i_t) * HV + i_hv
-        b_dS_out = b_dS.to(output_grads.do.dtype.element_ty)  # [BK, BV]
+        i_sh = (chunks.first_slot + i_t) * HV + i_hv
+        b_dS_out = b_dS.to(dtype)  # [BK, BV]
         if not MAP:
-            tile.store_state(grads.dh, b_dS_out, i_ch, i_v, True, META)
+            tile.store_state(grads.dh, b_dS_out, i_sh, i_v, True, META)
         if PER_CHANNEL:  # back to where half of each channel has decayed
-            b_outer, b_inner = channel_decays(
-                decays, i_ch, output_grads.do, META
-            )
+            b_outer, b_inner = channel_decays(decays, i_sh, dtype, META)
             b_dS *= b_outer
-            b_dS_out = b_dS.to(output_grads.do.dtype.element_ty)
+            b_dS_out = b_dS.to(dtype)
         elif PER_HEAD:
             b_outer, b_inner, b_row_in, b_row_out, factorable = head_decays(
-                decays, i_ch, output_grads.do, META
+                decays, i_sh, dtype, META
             )
 
         if PER_HEAD:
-            b_G = tl.load(tile.slot_row(decays.G, i_ch, BT))  # [BT]
+            b_G = tl.load(tile.slot_row(decays.G, i_sh, BT))  # [BT]
         b_k = tile.load_chunk(t_k_out, span, c, i_qk, 0, KEYS)
         b_q = tile.load_chunk(t_q_in, span, c, i_qk, 0, KEYS)
         b_do = tile.load_chunk(t_do, span, c, i_hv, i_v, VALUES)
@@ -578,7 +579,7 @@ def scan_bwd_kernel(
         b_do_in = b_do
         if PER_HEAD:
             b_do_in *= b_row_in
-        b_do_in = b_do_in.to(output_grads.do.dtype.element_ty)  # [BT, BV]
+        b_do_in = b_do_in.to(dtype)  # [BT, BV]
         b_w = tile.dot(b_k, b_dS_out, None, PRECISION, BY_COLUMNS)  # [BT, BV]
         if not PER_CHANNEL:
             b_A = tile.dot(b_k, tl.trans(b_q), None, PRECISION, BY_COLUMNS)
@@ -590,19 +591,19 @@ def scan_bwd_kernel(
             b_w *= tl.where(factorable, b_outer, b_row_out)
             if factorable == 0:
                 b_A *= gates.decay_matrix(b_G, TRANSPOSED=True)
-                b_do_A = b_do.to(output_grads.do.dtype.element_ty)
+                b_do_A = b_do.to(dtype)
         if not PER_CHANNEL:
             b_A = tl.where(tile.token_lag(BT) <= 0, b_A, 0.0)
-            b_A = b_A.to(b_do_in.dtype)
+            b_A = b_A.to(dtype)
         b_w = tile.dot(b_A, b_do_A, b_w, PRECISION, BY_COLUMNS)  # [BT, BV]
         if PER_HEAD:
             b_w *= tl.where(factorable, b_row_out, 1.0)
         b_dv = b_w  # [BT, BV]
         if decays.row_beta is not None:
-            b_beta = tl.load(tile.slot_row(decays.row_beta, i_ch, BT))[:, None]
+            b_beta = tl.load(tile.slot_row(decays.row_beta, i_sh, BT))[:, None]
         if DELTA:
             b_R = tile.load_chunk(t_R, span, c, i_hv, 0, SCORES)
-            b_step = (b_w if HAS_ERASE_KEY else b_beta * b_w).to(b_do_in.dtype)
+            b_step = (b_w if HAS_ERASE_KEY else b_beta * b_w).to(dtype)
             b_y = tile.dot(tl.trans(b_R), b_step, b_w, PRECISION, BY_COLUMNS)
             if SUMS_DBETA:
                 b_dbeta = tl.sum(b_u * b_y, axis=1)[:, None]  # [BT, 1]
@@ -625,7 +626,7 @@ def scan_bwd_kernel(
             if PER_CHANNEL or HAS_ERASE_KEY:
                 b_e = tile.load_chunk(t_e_in, span, c, i_erase, 0, ERASE_KEYS)
             b_eT = tl.trans(b_e)  # [BK, BT]
-            b_deS = b_deS.to(b_do_in.dtype)
+            b_deS = b_deS.to(dtype)
             b_dS = tl.dot(b_eT, b_deS, b_dS, input_precision=PRECISION)
         if GATED:
             b_dS *= b_outer

@@ -36,7 +36,7 @@ def segment_at(i_s, call, BT: tl.constexpr):
 
 
 @triton.jit
-def borders_of(call, META: tl.constexpr):
+def num_borders(call, META: tl.constexpr):
     """How many borders a sequence of a batch has."""
     borders = call.T // (call.L * META.BT)
     if META.RANKS:
@@ -48,7 +48,7 @@ def borders_of(call, META: tl.constexpr):
 def border_of(i_n, start, first_chunk, call, META: tl.constexpr):
     """The border at the end of the segment that starts with first_chunk."""
     if call.cu_seqlens is None:
-        return i_n * borders_of(call, META) + first_chunk // call.L
+        return i_n * num_borders(call, META) + first_chunk // call.L
     else:
         return ((start + first_chunk * META.BT) // (call.L * META.BT)).to(
             tl.int32
@@ -63,11 +63,11 @@ def segment_before(i_b, call, META: tl.constexpr):
     """
     BL = call.L * META.BT
     if call.cu_seqlens is None:
-        borders = borders_of(call, META)
+        borders = num_borders(call, META)
         i_n, first_chunk = i_b // borders, i_b % borders * call.L
         start, end = tile.sequence_span(i_n, call.cu_seqlens, call.T)
     elif META.RANKS:
-        is_edge = i_b == borders_of(call, META)
+        is_edge = i_b == num_borders(call, META)
         end = tl.minimum((i_b + 1).to(tl.int64) * BL, call.T)
         last = tl.where(is_edge, 0, end - 1)
         i_n = tile.sequence_of(last, call.cu_seqlens, call.N, call.T, 1, True)
@@ -101,20 +101,20 @@ def is_whole(start, end, first_chunk, call, META: tl.constexpr):
 
 @triton.jit
 def chunks_in_reach(
-    bounds, i_c, i_hv, first_chunk, stop_chunk, BACK: tl.constexpr, META
+    bounds, i_slot, i_hv, first_chunk, stop_chunk, BACK: tl.constexpr, META
 ):
     """How many of the chunks first_chunk up to stop_chunk matter at their end.
 
     With BACK, at their beginning. What is farther away is FORGOTTEN: so says
     the log2 of the bound on each chunk's map, bounds [slots, HV], in which
-    first_chunk has slot i_c. Only LOOK chunks are looked at; if all of them
+    first_chunk has slot i_slot. Only LOOK chunks are looked at; if all of them
     matter, so do the others.
     """
     LOOK: tl.constexpr = 64
     o_c = tl.arange(0, LOOK)
     i_t = first_chunk + o_c if BACK else stop_chunk - 1 - o_c
     m_t = (i_t >= first_chunk) & (i_t < stop_chunk)
-    p_bound = bounds + (i_c + i_t - first_chunk) * META.HV + i_hv
+    p_bound = bounds + (i_slot + i_t - first_chunk) * META.HV + i_hv
     b_bound = tl.load(p_bound, mask=m_t, other=0.0)  # [LOOK]
     b_way = tl.cumsum(b_bound, axis=0) - b_bound  # on the way to the end
     # NaN is not forgotten.

@@ -108,8 +108,8 @@ class TensorSpecs:
     A tensor that this kind of call does not have is None. Beyond README:
 
     row_beta       0 past a sequence's end
-    marks          with a gate per channel: 0, or gates.mark_of a chunk with a
-                   channel whose decay is not gates.is_factorable
+    fold_levels    with a gate per channel: 0, or gates.fold_level_of a chunk
+                   with a channel whose decay is not gates.is_factorable
     map_bound      without a delta rule the map is the decay: total
     border_states  the states that pass the borders of segments
     maps           those of the segments before them: M, or channels' decays
@@ -120,9 +120,9 @@ class TensorSpecs:
 
     def __init__(self, kind: CallKind, dtypes: CallTensors) -> None:
         H, HV, K, V, C = kind.H, kind.HV, kind.K, kind.V, kind.chunk_size
-        low, fp32, delta = kind.dtype, torch.float32, kind.delta
-        head, channel = kind.per_head, kind.per_channel
-        gated, gate = head or channel, (HV, K) if channel else (HV,)
+        dtype, fp32, delta = kind.dtype, torch.float32, kind.delta
+        per_head, per_channel = kind.per_head, kind.per_channel
+        gate_row = (HV, K) if per_channel else (HV,)
         NK = meta_of("intra_backward", kind).NK
         dtype_of = dtypes._asdict()
 
@@ -146,34 +146,37 @@ class TensorSpecs:
             )
             return x, dx
 
-        states, scores = (HV, K, V), (HV, C)
+        state_row, score_row = (HV, K, V), (HV, C)
         self.q, self.dq = with_gradient("q", "tokens", (H, K))
         self.k, self.dk = with_gradient("k", "tokens", (H, K))
         self.v, self.dv = with_gradient("v", "tokens", (HV, V))
-        self.g, self.dg = with_gradient("g", "tokens", gate)
+        self.g, self.dg = with_gradient("g", "tokens", gate_row)
         self.beta, self.dbeta = with_gradient("beta", "tokens", (HV,))
         if sums_dbeta_by_tiles(kind):
             NV = meta_of("scan_backward", kind).NV
             self.dbeta = spec("dbeta", "tokens", (HV, NV), fp32)
-        both = with_gradient("erase_key", "tokens", (HV, K))
-        self.erase_key, self.derase_key = both
-        first = with_gradient("initial_state", "N", states)
-        self.initial_state, self.dinitial_state = first
+        self.erase_key, self.derase_key = with_gradient(
+            "erase_key", "tokens", (HV, K)
+        )
+        self.initial_state, self.dinitial_state = with_gradient(
+            "initial_state", "N", state_row
+        )
         # Offsets are one more than sequences.
         self.cu_seqlens = spec("cu_seqlens", "N", (), dtype_of["cu_seqlens"])
         self.do = spec("do", "tokens", (HV, V), dtype_of["do"])
-        self.dstate = spec("dstate", "N", states, dtype_of["dstate"])
+        self.dstate = spec("dstate", "N", state_row, dtype_of["dstate"])
 
-        q_in = spec("q_in", "tokens", (HV, K), low, channel)
-        e_in = spec("e_in", "tokens", (HV, K), low, channel and delta)
-        k_out = spec("k_out", "tokens", (HV, K), low, channel)
-        row_in = spec("row_in", "slots", scores, fp32, head)
-        strengths = delta and not kind.has_erase_key
-        row_beta = spec("row_beta", "slots", scores, fp32, strengths)
-        total = spec("total", "slots", gate, fp32, gated)
-        G = spec("G", "slots", scores, torch.float64, head)
-        row_out = spec("row_out", "slots", scores, fp32, head)
-        map_bound = spec("map_bound", "slots", (HV,), fp32, head and delta)
+        q_in = spec("q_in", "tokens", (HV, K), dtype, per_channel)
+        e_in = spec("e_in", "tokens", (HV, K), dtype, per_channel and delta)
+        k_out = spec("k_out", "tokens", (HV, K), dtype, per_channel)
+        row_in = spec("row_in", "slots", score_row, fp32, per_head)
+        has_beta = delta and not kind.has_erase_key
+        row_beta = spec("row_beta", "slots", score_row, fp32, has_beta)
+        gated = per_head or per_channel
+        total = spec("total", "slots", gate_row, fp32, gated)
+        G = spec("G", "slots", score_row, torch.float64, per_head)
+        row_out = spec("row_out", "slots", score_row, fp32, per_head)
+        map_bound = spec("map_bound", "slots", (HV,), fp32, per_head and delta)
         self.inputs = IntraInputs(
             self.q, self.k, self.g, self.beta, self.erase_key
         )
@@ -183,29 +186,36 @@ class TensorSpecs:
         self.decays = Decays(*rows, total, G, map_bound or total)
         self.call = Call(self.cu_seqlens, SCALE, T, N, L)
 
-        self.marks = spec("marks", "slots", (HV,), torch.int32, channel)
-        self.Aqk = spec("Aqk", "tokens", scores, low, channel)
-        self.R = spec("R", "tokens", scores, low, delta)
-        self.border_states = spec("border_states", "borders", states, fp32)
+        self.fold_levels = spec(
+            "fold_levels", "slots", (HV,), torch.int32, per_channel
+        )
+        self.Aqk = spec("Aqk", "tokens", score_row, dtype, per_channel)
+        self.R = spec("R", "tokens", score_row, dtype, delta)
+        self.border_states = spec("border_states", "borders", state_row, fp32)
         map_row = (HV, K, K if delta else 1)
-        changes = gated or delta  # else a map is all ones: there is none
-        self.maps = spec("maps", "borders", map_row, fp32, changes)
-        changes = changes and kind.on_ranks
-        self.products = spec("products", "borders", map_row, fp32, changes)
-        self.o = spec("o", "tokens", (HV, V), low)
-        self.state = spec("state", "N", states, fp32)
-        self.h = spec("h", "slots", states, low)
-        self.u = spec("u", "tokens", (HV, V), low, delta)
-        self.border_grads = spec("border_grads", "borders", states, fp32)
-        self.dh = spec("dh", "slots", states, low)
-        self.dtotal = spec("dtotal", "slots", (HV, NK), fp32, head)
-        self.dg_parts = spec("dg_parts", "slots", (HV, NK, 2, C), fp32, head)
+        has_map = gated or delta  # else a map is all ones: there is none
+        self.maps = spec("maps", "borders", map_row, fp32, has_map)
+        has_products = has_map and kind.on_ranks
+        self.products = spec(
+            "products", "borders", map_row, fp32, has_products
+        )
+        self.o = spec("o", "tokens", (HV, V), dtype)
+        self.state = spec("state", "N", state_row, fp32)
+        self.h = spec("h", "slots", state_row, dtype)
+        self.u = spec("u", "tokens", (HV, V), dtype, delta)
+        self.border_grads = spec("border_grads", "borders", state_row, fp32)
+        self.dh = spec("dh", "slots", state_row, dtype)
+        self.dtotal = spec("dtotal", "slots", (HV, NK), fp32, per_head)
+        self.dg_parts = spec(
+            "dg_parts", "slots", (HV, NK, 2, C), fp32, per_head
+        )
 
         # What the forward saves for the backward: but not what a gate per
         # channel makes of q and k, which is large, nor the rows beside it,
         # which the backward computes again.
-        saved = [self.Aqk, self.R, self.marks, self.border_states, self.maps]
-        saved += () if channel else self.decays
+        saved = [self.Aqk, self.R, self.fold_levels]
+        saved += self.border_states, self.maps
+        saved += () if per_channel else self.decays
         self.saved = list(dict.fromkeys(x for x in saved if x))
 
 
@@ -279,12 +289,12 @@ def forward_schedule(
     groups: tuple[Any, ...]
     scores = Scores(x.Aqk, x.R)
     if kind.gate_width or kind.delta:
-        groups = x.inputs, x.qk, x.decays, scores, x.marks
+        groups = x.inputs, x.qk, x.decays, scores, x.fold_levels
         programs = RuntimeNumber("slots", HV)
         builder.add("intra", intra_fwd_kernel, programs, *groups)
         if kind.per_channel:
             stage = "intra_unfactorable"
-            groups = x.inputs, x.decays, scores, x.marks
+            groups = x.inputs, x.decays, scores, x.fold_levels
             builder.add(stage, intra_unfactorable_kernel, programs, *groups)
     if segmented:
         meta = meta_of("segment_maps", kind)
@@ -356,7 +366,7 @@ def backward_schedule(
     builder.add_tiles("scan_backward", scan_bwd_kernel, "segments", *groups)
 
     written = x.u if kind.delta else x.v
-    intra_grad_inputs = IntraGradInputs(x.do, written, x.dv, x.h, x.dh)
+    grad_inputs = IntraGradInputs(x.do, written, x.dv, x.h, x.dh)
     intra_grads = IntraGrads(
         dq=x.dq,
         dk=x.dk,
@@ -367,14 +377,14 @@ def backward_schedule(
         de=x.derase_key,
     )
     programs = RuntimeNumber("slots", H * meta_of("intra_backward", kind).NK)
-    groups = x.g, x.qk, x.decays, x.marks, intra_grad_inputs, intra_grads
+    groups = x.g, x.qk, x.decays, x.fold_levels, grad_inputs, intra_grads
     builder.add("intra_backward", intra_bwd_kernel, programs, *groups)
     if kind.per_head:
         groups = x.dg_parts, x.dtotal, x.dg
         programs = RuntimeNumber("slots", HV)
         builder.add("gate_backward", gate_bwd_kernel, programs, *groups)
     if kind.per_channel:
-        groups = x.inputs, x.decays, x.marks, intra_grad_inputs, intra_grads
+        groups = x.inputs, x.decays, x.fold_levels, grad_inputs, intra_grads
         stage = "intra_backward_unfactorable"
         builder.add(stage, intra_bwd_unfactorable_kernel, programs, *groups)
     operands = x.dq, x.dk, x.dv, x.dg, x.dbeta, x.derase_key
