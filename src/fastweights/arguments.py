@@ -49,13 +49,13 @@ class RecurrenceOperands(NamedTuple):
 
     @property
     def per_token(self) -> tuple[Any, ...]:
-        """Those with a row for each token."""
+        """The tensors that have a row for each token."""
         return self[:-2]
 
     def differentiable(
         self, state_name: str = "initial_state"
     ) -> dict[str, Tensor]:
-        """Those that are given and may have a gradient, by name."""
+        """The given tensors that may have a gradient, by name."""
         names = *self._fields[:-2], state_name
         pairs = zip(names, self, strict=False)
         return {name: x for name, x in pairs if x is not None}
@@ -295,7 +295,7 @@ def check_states(
     shapes: dict[str, tuple[int, ...]],
     extra_dtypes: tuple[torch.dtype, ...] = (),
 ) -> None:
-    """Raise unless they have these shapes, and the dtype of q's states.
+    """Raise unless states have these shapes, and the dtype of q's states.
 
     One of the ``extra_dtypes`` will do as well.
     """
@@ -355,7 +355,7 @@ def refuse_shape(name: str, x: Tensor, need: str) -> NoReturn:
 
 
 def check_dims(need: str, /, **tensors: Tensor) -> None:
-    """Refuse what is no tensor of as many dimensions as "[B, T, HV]" has."""
+    """Refuse any but tensors of as many dimensions as "[B, T, HV]" has."""
     for name, x in tensors.items():
         check_tensor(name, x)
         if x.dim() != need.count(",") + 1:
@@ -365,7 +365,7 @@ def check_dims(need: str, /, **tensors: Tensor) -> None:
 def check_gate(
     name: str, x: Tensor, q: Tensor, v: Tensor, *others: torch.dtype
 ) -> None:
-    """Refuse what is not one number per head and step, in fp32 or q's dtype.
+    """Refuse a gate but of one number per head and step, fp32 or q's dtype.
 
     One of the ``others`` will do as well.
     """
@@ -379,7 +379,7 @@ def check_gate(
 def check_strength(
     name: str, x: Tensor, q: Tensor, *shapes: tuple[int, ...]
 ) -> None:
-    """Refuse what is in neither fp32 nor q's dtype, or has no such shape."""
+    """Refuse a strength of another shape, or in neither fp32 nor q's dtype."""
     check_tensor(name, x)
     dtypes = (torch.float32, q.dtype)
     check_dtypes({"q": q, name: x}, {"q": (q.dtype,), name: dtypes})
@@ -412,7 +412,7 @@ def check_sequences(
 def check_offsets(
     offsets: list[int], T: int, name: str = "cu_seqlens"
 ) -> None:
-    """Raise ValueError unless they rise from 0 to at most T."""
+    """Raise ValueError unless offsets rise from 0 to at most T."""
     increases = all(a <= b for a, b in itertools.pairwise(offsets))
     if offsets[0] != 0 or offsets[-1] > T or not increases:
         raise ValueError(

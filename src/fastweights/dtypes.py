@@ -42,7 +42,7 @@ def under_autocast(x: Tensor) -> bool:
 
 
 def without_autocast(q: Tensor) -> AbstractContextManager:
-    """Where products stay as they are; entering autocast costs 5 us."""
+    """A context without autocast; one that is off is not entered: 5 us."""
     if not under_autocast(q):
         return nullcontext()
     return torch.autocast(q.device.type, enabled=False)

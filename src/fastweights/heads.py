@@ -11,7 +11,7 @@ from fastweights.dtypes import upcast
 
 
 class HeadLayout(NamedTuple):
-    """How many heads q and k have, and v; the sizes of theirs, and of v's."""
+    """Numbers and sizes of the heads: those of q and k, and those of v."""
 
     H: int
     HV: int

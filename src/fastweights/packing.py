@@ -104,7 +104,7 @@ class Piece(NamedTuple):
         return values.masked_fill_(~self.valid.view(lead), 0)
 
     def put(self, x: Tensor, values: Tensor) -> None:
-        """Their values into x, whose last dimension may be wider."""
+        """Put the piece's values into x, whose last dimension may be wider."""
         width = values.shape[-1]
         if self.valid is None:
             x[self.tokens][..., :width] = values

@@ -27,7 +27,7 @@ TESTED = {"torch": ((2, 11), (2, 15)), "triton": ((3, 6), (3, 9))}
 
 
 def _found(module: str, name: str) -> Any:
-    """What a module calls by this name; None if there is none."""
+    """The attribute of a module that has this name; None if there is none."""
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):

@@ -31,7 +31,7 @@ _active: TransformersPatch | None = None
 
 
 class TransformersPatch:
-    """What :func:`patch_transformers` has replaced, until ``undo()``.
+    """The replacements that :func:`patch_transformers` made, for ``undo()``.
 
     replaced: of each modeling module the names that are ours now. It grows
     as transformers imports more of them. As a context manager it undoes at
@@ -125,7 +125,7 @@ class TransformersPatch:
 
 
 def _adapted(ours: Callable, theirs: Callable) -> Callable:
-    """Ours, given those of a modeling file's arguments that it names.
+    """Our function, which gets the modeling file's arguments that it names.
 
     torch.export gets transformers' own, which has no operators of ours.
     """

@@ -152,7 +152,7 @@ def _fla_function(stub: Callable) -> Callable[..., tuple[Tensor, Any]]:
 
 
 def _compute(name: str, x: Arguments) -> tuple[Tensor, Tensor | None]:
-    """What the function of this name returns for these arguments."""
+    """The results of the function of this name for these arguments."""
     _check(name, x)
     q, k, v = x["q"] if "q" in x else x["r"], x["k"], x["v"]
     dtype, shape = v.dtype, (*q.shape[:2], *v.shape[2:])
@@ -240,12 +240,12 @@ def _erase_operands(
 
 
 def _first(y: Tensor) -> Tensor:
-    """What the first of a token's two steps has, and the second has not."""
+    """y for the first of each token's two steps, zeros for the second."""
     return F.pad(y[:, :, None], (0, 0, 0, 0, 0, 1)).flatten(1, 2)
 
 
 def _second(y: Tensor) -> Tensor:
-    """What the second of a token's two steps has, and the first has not."""
+    """y for the second of each token's two steps, zeros for the first."""
     return F.pad(y[:, :, None], (0, 0, 0, 0, 1, 0)).flatten(1, 2)
 
 

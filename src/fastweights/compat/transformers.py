@@ -90,7 +90,7 @@ def with_activation(convolve: Callable, tensors: int) -> Callable:
 
 
 def unfused(*given: Any) -> None:
-    """None: the modeling file then calls its parts, which are ours."""
+    """Return None: the modeling file then calls its parts, which are ours."""
 
 
 def lightning_attention(

@@ -48,7 +48,7 @@ class ChunkPart(NamedTuple):
 
 
 class ChunkLayout:
-    """How the T tokens of a call lie in chunks of ``size``.
+    """The layout of a call's T tokens in chunks of ``size``.
 
     Without ``position`` and ``lengths`` all rows begin with a chunk and have
     T tokens: the last part is shorter than a chunk if T asks for it, and

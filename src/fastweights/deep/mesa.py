@@ -139,7 +139,7 @@ def mesa(
 
 
 class Solver(NamedTuple):
-    """A solve's number of steps, and what takes them."""
+    """The number of steps of a solve, and the function that takes them."""
 
     steps: int
     backend: KernelOrTorch
@@ -148,7 +148,7 @@ class Solver(NamedTuple):
 
 
 class _Solve(torch.autograd.Function):
-    """The matrices' inverses on a residual, which it takes for 0."""
+    """Apply the matrices' inverses to a residual, as if it were 0."""
 
     @staticmethod
     def forward(

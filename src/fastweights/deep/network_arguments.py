@@ -65,7 +65,7 @@ def check_network_inputs(
 def check_state(
     q: Tensor, initial_state: Tensor | None, *shape: int, after: Tensor | None
 ) -> None:
-    """Raise unless it has this shape, or is None before any token.
+    """Raise unless a state has this shape, or is None before any token.
 
     In any floating point dtype; ``after`` are the tokens read before it.
     """
@@ -83,7 +83,7 @@ def check_state(
 def check_weight_and_bias(
     name: str, pair: Sequence[Tensor], shape: tuple[int, ...] | None = None
 ) -> None:
-    """Raise unless it is a weight and a bias, both of this shape."""
+    """Raise unless a pair is a weight and a bias, both of this shape."""
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         got = len(pair) if hasattr(pair, "__len__") else type(pair).__name__
         raise TypeError(f"{name}: got {got}, need a pair of tensors")

@@ -32,7 +32,7 @@ from fastweights.fast_weights import Gradient, Optimiser, Params, Rate, factor
 
 
 class ChunkMemory(NamedTuple):
-    """What a chunk in the making needs beside the weights of the moment."""
+    """A chunk in the making, without the weights of the moment."""
 
     memory: Any
     """The optimiser's own."""

@@ -95,7 +95,7 @@ def forward(
     eps: float | None,
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As ``forward`` of :mod:`fastweights.torch_backend.convolution`.
+    """Convolve as ``forward`` of :mod:`fastweights.torch_backend.convolution`.
 
     The tensors are contiguous, and there is a token.
     """

@@ -46,7 +46,7 @@ def block_of(i_d, H: tl.constexpr, K: tl.constexpr, BV: tl.constexpr):
 
 @dataclass(frozen=True)
 class Block:
-    """What a walk along a block of channels is compiled for."""
+    """Constants of a walk along a block of channels."""
 
     C: int  # channels of x
     R: int  # channels of the result
@@ -59,7 +59,7 @@ class Block:
 
 
 class ConvolutionMeta(NamedTuple):
-    """What a kernel is compiled for: its argument META."""
+    """Constants of a kernel: its argument META."""
 
     C: int  # channels of x
     H: int

@@ -33,7 +33,7 @@ def softplus(b_x):
 
 
 class DecodeMeta(NamedTuple):
-    """What :func:`decode_kernel` is compiled for: its argument META."""
+    """Constants of :func:`decode_kernel`: its argument META."""
 
     H: int
     HV: int
@@ -282,7 +282,7 @@ def _evenly_strided(x: Tensor) -> Tensor:
 
 
 def _token_stride(x: Tensor | None) -> int:
-    """How far the next token is in x [B, T, ..]; 0 where all have the same."""
+    """The stride of tokens in x [B, T, ..]; 0 where all have the same."""
     if x is None or x.dim() < 3:
         return 0
     return x.stride(0) if x.shape[1] == 1 else x.stride(1)

@@ -35,7 +35,7 @@ TILES_AHEAD = tl.constexpr(4)  # tiles of a matrix that a program reads ahead
 
 
 class GemvMeta(NamedTuple):
-    """What :func:`gemv_kernel` is compiled for: its argument META."""
+    """Constants of :func:`gemv_kernel`: its argument META."""
 
     K: int  # columns of each matrix
     SIZES: tuple[int, ...]  # what each one has of y's columns
@@ -58,7 +58,7 @@ class GemvMeta(NamedTuple):
 
 @triton.jit
 def matrix_of(weights, META: tl.constexpr):
-    """This program's matrix [N, K], its tile of N, N, and two columns.
+    """Find a program's matrix [N, K], its tile of N, N, and two columns.
 
     The first one of its x, and the first one of its y. Programs go through
     the matrices one after the other.
@@ -281,7 +281,7 @@ def product_by_dots(x, matrices, rows, outputs, META: tl.constexpr):
 
 @triton.jit
 def inputs_before(convolution, rows, R, channels, META: tl.constexpr):
-    """What the convolution of a tile takes besides the tile's own inputs.
+    """Load for a tile's convolution all but the tile's own inputs.
 
     Returns:
         (taps, bias): one per tap, and one, [BN] each.

@@ -9,7 +9,7 @@ import torch
 
 
 class GPU(NamedTuple):
-    """What launch settings depend on, and which one it is."""
+    """A GPU, and the properties of it that launch settings depend on."""
 
     shared: int  # bytes of shared memory that one program may have
     multiprocessors: int
@@ -29,7 +29,7 @@ class GPU(NamedTuple):
 
 @functools.cache
 def gpu_of(device: torch.device) -> GPU:
-    """What kernels ask of a GPU; for another device an H200's."""
+    """The properties of a device's GPU; for another device an H200's."""
     if device.type != "cuda":
         return GPU(232_448, 132, (9, 0), device)
     properties: Any = torch.cuda.get_device_properties(device)
@@ -53,7 +53,7 @@ def starts_early(device: torch.device) -> bool:
 
 
 def dot_precision(dtype: torch.dtype, K: int) -> str:
-    """How the tensor cores multiply fp32: in one tf32 product or in three.
+    """The precision of fp32 products: "tf32", or three of it, "tf32x3".
 
     One where PyTorch's own products may use TF32 (the ten leading bits of
     each operand); else three (operands split in two, fp32 accuracy). K > 128

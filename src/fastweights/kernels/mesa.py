@@ -45,7 +45,7 @@ TINY = tl.constexpr(1e-37)
 
 
 class MesaMeta(NamedTuple):
-    """What both kernels are compiled for: their argument META."""
+    """Constants of both kernels: their argument META."""
 
     H: int
     K: int
@@ -57,12 +57,12 @@ class MesaMeta(NamedTuple):
 
     @property
     def TILES(self) -> Tiles:
-        """How keys are cut."""
+        """The tiles of keys."""
         return Tiles(self.H, self.K, self.BT, self.BK)
 
     @property
     def COLUMNS(self) -> Tiles:
-        """How they are cut into a matrix's columns."""
+        """The tiles of keys along a matrix's columns."""
         return Tiles(self.H, self.K, self.BT, self.BN)
 
 

@@ -22,7 +22,7 @@ from fastweights.kernels.tile import sigmoid
 
 
 class OutputNormMeta(NamedTuple):
-    """What a kernel is compiled for: its argument META."""
+    """Constants of a kernel: its argument META."""
 
     G: int  # groups of heads, each with a weight of its own
     HV: int
@@ -34,7 +34,7 @@ class OutputNormMeta(NamedTuple):
 
 @triton.jit
 def row_offsets(i, rows, i_g, stride, META: tl.constexpr):
-    """Where tile i of group i_g lies in o and in the gate, and its mask.
+    """Offsets in o and in the gate of tile i of group i_g, and its mask.
 
     Row n of a group is row n G + i_g of all. G is 1, all heads in one group,
     or HV. ``stride`` is what lies between two tokens of the gate.

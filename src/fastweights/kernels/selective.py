@@ -30,7 +30,7 @@ SETTINGS = {"num_warps": 8, "num_stages": 1}
 
 
 class SelectiveMeta(NamedTuple):
-    """What a kernel is compiled for: its argument META."""
+    """Constants of a kernel: its argument META."""
 
     D: int  # channels
     N: int  # numbers in a channel's state
@@ -66,7 +66,7 @@ def load_entries(x, rows, columns, W: tl.constexpr):
 
 @triton.jit
 def store_entries(x, b_x, rows, columns, W: tl.constexpr):
-    """The entries back to where :func:`load_entries` would load them from."""
+    """Store the entries where :func:`load_entries` would load them from."""
     p_x, m_x = entries_at(x, rows, columns, W)
     tl.store(p_x, b_x, mask=m_x)
 

@@ -119,7 +119,7 @@ def sequence_of(i_slot, cu_seqlens, N, T, BT, BORDER: tl.constexpr = False):
 
 @triton.jit
 def chunk_span(i_slot, cu_seqlens, N, T, BT: tl.constexpr):
-    """What chunk slot i_slot holds: its first token, and its sequence's end.
+    """The first token of the chunk in slot i_slot, and its sequence's end.
 
     An empty slot's first token is past the end. No first token is negative,
     by what :func:`sequence_of` says.
@@ -131,7 +131,7 @@ def chunk_span(i_slot, cu_seqlens, N, T, BT: tl.constexpr):
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a tensor [tokens, H, D] is cut into tiles [BT, BD].
+    """The tiles [BT, BD] into which a tensor [tokens, H, D] is cut.
 
     With TMA, Hopper's tensor memory accelerator loads them.
     """
@@ -165,14 +165,14 @@ def rows_at(x, place, i_d, TILES: tl.constexpr):
 
 @triton.jit
 def load_rows(x, place, i_d, TILES: tl.constexpr):
-    """The tile that :func:`rows_at` points to, and 0 where it is masked."""
+    """Load the tile that :func:`rows_at` points to, 0 where masked."""
     p_x, m_x = rows_at(x, place, i_d, TILES)
     return tl.load(p_x, mask=m_x, other=0.0)
 
 
 @triton.jit
 def store_rows(x, b_x, place, i_d, TILES: tl.constexpr):
-    """The tile back to where :func:`load_rows` would load it from."""
+    """Store the tile where :func:`load_rows` would load it from."""
     p_x, m_x = rows_at(x, place, i_d, TILES)
     tl.store(p_x, b_x, mask=m_x)
 
@@ -187,7 +187,7 @@ def numbers_at(x, place, H: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def load_numbers(x, place, H: tl.constexpr, BT: tl.constexpr):
-    """What :func:`numbers_at` points to, and 0 where it is masked."""
+    """Load the numbers that :func:`numbers_at` points to, 0 where masked."""
     p_x, m_x = numbers_at(x, place, H, BT)
     return tl.load(p_x, mask=m_x, other=0.0)
 
@@ -237,7 +237,7 @@ def load_state(states, i_s, i_v, condition, META: tl.constexpr):
 
 @triton.jit
 def store_state(states, b_S, i_s, i_v, condition, META: tl.constexpr):
-    """The tile back to where it was loaded from, if ``condition``."""
+    """Store the tile where :func:`load_state` loads it, if ``condition``."""
     o_S, m_S = state_at(i_s, i_v, META.K, META.V, META.BK, META.BV)
     tl.store(states + o_S, b_S, mask=mask_if(condition, m_S))
 
@@ -310,7 +310,7 @@ INTERPRETED = not isinstance(tile_at, triton.JITFunction)
 
 
 def min_tile_columns(dtype: torch.dtype) -> int:
-    """How many columns a tile has at least: 128 bytes per row.
+    """The least number of columns of a tile: 128 bytes per row.
 
     Then all tiles in shared memory are laid out alike. For Hopper ptxas
     12.8.93 and 13.0.88 mistake the address of a buffer that is read with two

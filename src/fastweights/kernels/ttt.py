@@ -36,7 +36,7 @@ FP32 = torch.float32
 
 
 class TTTMeta(NamedTuple):
-    """What a kernel is compiled for: its argument META."""
+    """Constants of a kernel: its argument META."""
 
     H: int
     K: int
@@ -47,13 +47,13 @@ class TTTMeta(NamedTuple):
 
     @property
     def TILES(self) -> Tiles:
-        """How q, k and v are cut."""
+        """The tiles of q, k and v."""
         return Tiles(self.H, self.K, self.BC, self.BK)
 
 
 @triton.jit
 def mean(b_x, K: tl.constexpr):
-    """Over the K channels of b_x [BC, BK], 0 past them: [BC, 1]."""
+    """The mean over the K channels of b_x [BC, BK], 0 past them: [BC, 1]."""
     return tl.sum(b_x, axis=1)[:, None] * (1.0 / K)
 
 

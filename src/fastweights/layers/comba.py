@@ -97,7 +97,7 @@ class Comba(FamilyLayer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """d is 1, and D is the correction."""
+        """Set d to 1, and D to the correction."""
         self.d.fill_(1)
         self.D.fill_(self.correction)
 

@@ -108,7 +108,7 @@ class GatedDeltaNet(FamilyLayer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """A bias of beta is 0."""
+        """Set beta's bias, if it has one, to 0."""
         if self.b_bias is not None:
             self.b_bias.zero_()
 

@@ -80,7 +80,7 @@ class GatedLinearAttention(FamilyLayer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """b = 0."""
+        """Set b to 0."""
         self.f_proj.get_parameter("1.bias").zero_()
 
     def compute(

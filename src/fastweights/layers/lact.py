@@ -125,7 +125,7 @@ class LaCT(Layer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Units of variance 1 in the memory; q and k as they come."""
+        """Draw a memory of units of variance 1; leave q and k as they come."""
         for W in (self.w0, self.w1, self.w2):
             W.normal_(std=1 / math.sqrt(W.shape[1]))
         self.qk_scale.fill_(1)

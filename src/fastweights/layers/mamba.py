@@ -78,7 +78,7 @@ class Mamba(Layer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """A = 1 .. N in every channel, dt log-uniform, both in fp32; D = 1."""
+        """Set A to 1 .. N in each channel, D to 1; draw dt log-uniform."""
         self.D.fill_(1)
         n = torch.arange(1, self.A_log.shape[1] + 1, device=self.D.device)
         self.A_log.copy_(n.float().log().expand_as(self.A_log))

@@ -106,7 +106,7 @@ class Mamba2(FamilyLayer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """D = 1."""
+        """Set D to 1."""
         self.D.fill_(1)
 
     def compute(

@@ -75,7 +75,7 @@ class MesaNet(Layer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """A ridge of 0.75 above its least."""
+        """Set the ridge 0.75 above its least."""
         self.lam.fill_(math.log(math.expm1(0.75)))
 
     def compute(

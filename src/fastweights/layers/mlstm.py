@@ -77,7 +77,7 @@ class MLSTM(Layer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Gates that know nothing of x, long memories and small writes."""
+        """Start with gates that ignore x, long memories and small writes."""
         self.gates.weight.zero_()
         write, forget = self.gates.bias.chunk(2)
         write.fill_(-10)

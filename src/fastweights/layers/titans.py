@@ -31,7 +31,7 @@ from fastweights.layers.common.unpacked_rows import UnpackedRows
 
 @note_source_forward
 class StartWeights(CheckedModule):
-    """What every sequence's memory begins with: weights, and its norm's.
+    """The weights of every sequence's first memory, and its norm's.
 
     A module that is called for them: what shards parameters, or fetches them
     from elsewhere, does so when their module is called.
@@ -73,7 +73,7 @@ class StartWeights(CheckedModule):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """A memory of which a unit has variance 1."""
+        """Draw a memory of which a unit has variance 1."""
         for p in self.parameters():
             p.zero_()
         for i in range(self.depth):
@@ -152,7 +152,7 @@ class TitansMemory(Layer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """A memory that keeps 98 %."""
+        """Start with a memory that keeps 98 %."""
         self.rates_proj.bias.zero_()
         self.rates_proj.bias.chunk(3)[2].fill_(-4)
 

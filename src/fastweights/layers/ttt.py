@@ -98,7 +98,7 @@ class TTTLinear(Layer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Small first weights; steps of 1 / (t + 1)."""
+        """Draw small first weights; set steps of 1 / (t + 1)."""
         for W, b in self.start:
             W.normal_(std=0.02)
             b.zero_()

@@ -175,7 +175,7 @@ def _convolution(
     cu_seqlens: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The operator, of the tokens here or of this rank's.
+    """Call the operator, on all tokens or on this rank's.
 
     A rank of T tokens moves a state up by T rows, and what it leaves in an
     empty one is decided by its last W - 1 tokens.
@@ -243,7 +243,7 @@ def _check(
 
 
 def check_pairs(heads: tuple[int, int], sizes: tuple[int, int]) -> None:
-    """Raise unless they are H and HV, K and V, each an integer >= 1."""
+    """Raise unless pairs are H and HV, K and V, each an integer >= 1."""
     for name, pair in (("heads", heads), ("sizes", sizes)):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             what = "H and HV" if name == "heads" else "K and V"
@@ -269,7 +269,7 @@ def _backend_and_module(backend: str, x: Tensor) -> tuple[str, ModuleType]:
 def _forward(
     x: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a backend computes."""
+    """Compute the results of a backend."""
     *inputs, layout, eps, silu, backend = arguments
     chosen, module = _backend_and_module(backend, x)
     check_offsets_on_host(inputs[-1], x.shape[1])

@@ -202,7 +202,7 @@ def narrow_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:
 
 
 def check_num_accepted(name: str, num_accepted: Tensor, **of: Tensor) -> None:
-    """Raise unless it is [B], 0 to T each, for a tensor [B, T, ...].
+    """Raise unless num_accepted is [B], 0 to T each, for [B, T, ...].
 
     int32 or int64, and T <= 16.
     """
@@ -262,7 +262,7 @@ def _decode(
     scale: float,
     backend: Backend,
 ) -> Tensor:
-    """The outputs; ``state`` becomes the one after what is accepted."""
+    """Return outputs; ``state`` becomes the one after what is accepted."""
     chosen = recurrence_backend(backend, q)
     record_run(f"{chosen} decode")
     if chosen == "triton":

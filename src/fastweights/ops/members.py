@@ -98,7 +98,7 @@ def shape_of(annotation: Any) -> str:
 
 
 def member(function: Member) -> Member:
-    """Name what is behind ``options``: to help(), and where one is unknown.
+    """Name the options of a member: to help(), and where one is unknown.
 
     Arguments that its docstring does not have under Args are described as in
     ARGUMENT_DOCS, and those of all members as in SHARED_DOCS.

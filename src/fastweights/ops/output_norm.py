@@ -136,7 +136,7 @@ def _check(
 def _forward(
     o: Tensor, weight: Tensor, gate: Tensor | None, silu: bool, eps: float
 ) -> Tensor:
-    """y; o and weight are contiguous."""
+    """Compute y; o and weight are contiguous."""
     from fastweights.kernels import output_norm
 
     record_run("triton forward")

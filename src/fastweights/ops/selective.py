@@ -259,7 +259,7 @@ def empty_states(
     cu_seqlens: Tensor | None,
     keep: bool,
 ) -> Tensor:
-    """Room for the state that enters each tile of time, if it is kept.
+    """Allocate the state that enters each tile of time, if it is kept.
 
     It has one dimension: torch.compile would make a case of a single tile.
     Packed sequences begin with tiles of their own: sequence n with tile
@@ -276,7 +276,7 @@ def empty_states(
 
 
 def _forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """What a backend computes; with ``keep``, what its backward re-uses.
+    """Compute a backend's results; with ``keep``, what its backward re-uses.
 
     y is in x's dtype, or with ``full`` in that of the arithmetic.
     """

@@ -40,7 +40,7 @@ def kernel_takes(backend: str, q: Tensor, size: int, depth: int) -> bool:
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Outputs, and with ``keep`` what the backward needs."""
+    """Compute outputs, and with ``keep`` what the backward needs."""
     from fastweights.kernels import ttt as triton_ttt
 
     *inputs, keep = arguments

@@ -60,7 +60,7 @@ class Exchange:
         return self.shard and self.shard.cu_seqlens
 
     def own_map(self, products: Tensor | None, B: Tensor) -> Tensor:
-        """This rank's M: the product up to the last of its segments."""
+        """M of this rank: the product up to the last of its segments."""
         K, wide = B.shape[-2], 1 if products is None else products.shape[-1]
         if products is None or self.T == 0:
             one = torch.eye(K) if wide == K else torch.ones(K, 1)

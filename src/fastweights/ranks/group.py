@@ -40,7 +40,7 @@ class Ranks:
     share_final_states: bool
 
     def counts(self, T: int) -> tuple[int, ...]:
-        """How many tokens each rank has, where this one has T."""
+        """The number of tokens of each rank, where this one has T."""
         counts = self.tokens_per_rank
         if counts is None:
             return (T,) * self.size
@@ -52,7 +52,7 @@ class Ranks:
         return counts
 
     def tokens_before(self, T: int) -> int:
-        """How many tokens the ranks before this one have."""
+        """The number of tokens that the ranks before this one have."""
         return sum(self.counts(T)[: self.rank])
 
     # The next four have gradients; every rank has to call them. ``overlap``
@@ -99,7 +99,7 @@ def token_offset_and_total(T: int) -> tuple[int, int]:
 
 
 def min_tokens() -> int:
-    """How many tokens an operator needs: a rank may have none."""
+    """The least number of tokens of an operator: a rank may have none."""
     return 1 if current_ranks() is None else 0
 
 
@@ -246,7 +246,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Shift(torch.autograd.Function):
-    """Sent round a ring, zeros past its end; the gradient, the other way."""
+    """Send round a ring, zeros past its end; the gradient, the other way."""
 
     @staticmethod
     def forward(

@@ -170,7 +170,7 @@ def run_additive_over_ranks(
     initial_states: Tensor,
     decay: Tensor,
 ) -> tuple[Any, ...]:
-    """Do as :func:`run_over_ranks`, for a state that tokens decay and add to.
+    """Call run as :func:`run_over_ranks`, for an additive rule with decays.
 
     decay has the factors of all tokens here, [N, ...], which are a sequence's
     that comes in and goes on. What they add is what they make of no state.

@@ -56,12 +56,12 @@ def per_gate(
 
 
 def reverse_cumsum(x: Chunks) -> Chunks:
-    """What stands at each token of a chunk and after it, summed."""
+    """Sums of what stands at each token of a chunk and after it."""
     return x.flip(-2).cumsum(-2).flip(-2)
 
 
 def sum_before(x: Chunks) -> Chunks:
-    """What stands before each token of a chunk, summed."""
+    """Sums of what stands before each token of a chunk."""
     return F.pad(x[..., :-1, :], (0, 0, 1, 0)).cumsum(-2)
 
 
@@ -71,7 +71,7 @@ def decayed_sums(
     k: Float[Tensor, "*lead C K"],
     G: Float[Tensor, "*lead C DG"] | None,
 ) -> tuple[Float[Tensor, "*stack C K"], Float[Tensor, "*stack C K"]]:
-    """What a strictly lower triangular A gives its rows and its columns.
+    """Decayed products of a strictly lower triangular A with k, A^T with x.
 
     sum_j A_ij k_jd exp(G_id - G_jd) at each row i, and at each column j
     sum_i A_ij x_id exp(G_id - G_jd). One gate per channel takes the strips
@@ -104,7 +104,7 @@ def through_scores(
     dAqk: Square,
     dAek: Square | None,
 ) -> tuple[Keys, Keys, Gates | None, Keys | None]:
-    """What dAqk and dAek give a chunk's tokens: dq, dk, dg and de.
+    """dq, dk, dg and de of a chunk's tokens, from dAqk and dAek.
 
     dAek is None for the additive rule. A score decays by e^{G_i - G_j}: it
     adds to dG_i what it takes from dG_j.
@@ -155,7 +155,7 @@ def scan_backward(
     do: Values,
     dS: State,
 ) -> tuple[Values, ChunkStates, State]:
-    """From the last chunk to the first, carrying the state's gradient.
+    """Carry the state's gradient from the last chunk to the first.
 
     do is scale times the gradient of the outputs. Returns
     y = P^T dv_new (dv_new itself for the additive rule), the gradient of the

@@ -30,7 +30,7 @@ RowNumbers = Int[Tensor, " rows"]
 
 
 class Places(NamedTuple):
-    """Where packed sequences lie among the rows, each behind its state."""
+    """The places of packed sequences among the rows, each behind its state."""
 
     tokens: RowNumbers  # [T]
     first: RowNumbers  # [N * (W - 1)], the states that sequences begin with

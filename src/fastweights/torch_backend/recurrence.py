@@ -54,7 +54,7 @@ def pieces(
 
 
 def loop(operands: RecurrenceOperands, scale: float) -> tuple[Tensor, Tensor]:
-    """One token at a time, with the gradients that autograd finds."""
+    """Run one token at a time, with the gradients that autograd finds."""
     q, k, v, g, beta, erase_key, initial_state, cu_seqlens = operands
     if cu_seqlens is not None and cu_seqlens.is_meta:
         raise ValueError(
@@ -88,7 +88,7 @@ def loop(operands: RecurrenceOperands, scale: float) -> tuple[Tensor, Tensor]:
 def empty_saved(
     operands: RecurrenceOperands, options: RecurrenceOptions
 ) -> list[Tensor]:
-    """Room for Aqk and, if a rule erases, P: a row of C per token.
+    """Allocate Aqk and, if a rule erases, P: a row of C per token.
 
     One token needs no room, unless ``batch_invariant``: there are as many
     tensors, but empty, so that a graph for any T is one for T = 1. Another

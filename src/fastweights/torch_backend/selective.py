@@ -153,7 +153,7 @@ def loop(
     initial_state: Float[Tensor, "S D N"] | None,
     cu_seqlens: ScanOffsets | None,
 ) -> tuple[Float[Tensor, "Bt T D"], Float[Tensor, "S D N"]]:
-    """One token at a time, with the gradients that autograd finds.
+    """Run one token at a time, with the gradients that autograd finds.
 
     y is in the dtype of the arithmetic.
     """

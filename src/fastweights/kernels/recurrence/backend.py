@@ -60,7 +60,7 @@ def empty_saved(
     options: RecurrenceOptions,
     on_ranks: bool = False,
 ) -> list[Tensor]:
-    """Room for what :func:`forward` saves."""
+    """Allocate what :func:`forward` saves."""
     tensors = CallTensors(*operands)
     kind, sizes = kind_and_sizes(tensors, options, on_ranks)
     lengths = lengths_of.__wrapped__(kind, *sizes)  # no symbol is a key

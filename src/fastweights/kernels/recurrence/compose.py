@@ -71,7 +71,7 @@ def compose_state(
     BACK: tl.constexpr,
     META: tl.constexpr,
 ):
-    """The state at p_from, through the map, is added to that at p_to."""
+    """Add the state at p_from, through the map, to that at p_to."""
     state_args = maps, i_M, p_from, i_from, i_v, p_to, i_to
     b_S = apply_map(*state_args, META.V, BACK, META)
     tile.store_state(p_to, b_S, i_to, i_v, True, META)
@@ -99,7 +99,7 @@ def compose_map(maps, products, i_M, i_P, is_first, i_j, META: tl.constexpr):
 
 @triton.jit
 def compose_kernel(states, call, META: tl.constexpr):
-    """Each state goes on from the one before it: one value tile of a head.
+    """Carry each state on from the one before: one value tile of a head.
 
     In place, in fp32. borders [borders, HV, K, V] has what leaves the segment
     before each border if zeros enter it, and gets the state that passes there.

@@ -52,7 +52,7 @@ def decay_matrix(b_G, TRANSPOSED: tl.constexpr = False):
 
 @triton.constexpr_function
 def num_levels(BT):
-    """How often BT rows can be halved, log2 of it: see pairs_across."""
+    """log2 of BT: how often its rows can be halved, see pairs_across."""
     return BT.bit_length() - 1
 
 
@@ -76,7 +76,7 @@ def split_gates(b_g):
 
 @triton.jit
 def chunk_total(b_high, b_low, IS_FP32: tl.constexpr):
-    """What the gates of a chunk add up to, [BK], rounded as sum_gates."""
+    """Add up the gates of a chunk, [BK], rounded as sum_gates."""
     b_g = b_high.to(tl.float32)
     if IS_FP32:
         b_g += b_low.to(tl.float32)
@@ -97,7 +97,7 @@ def sum_gates(
     IS_FP32: tl.constexpr,
     BY_COLUMNS: tl.constexpr = False,
 ):
-    """Row i adds up the gates of the rows j with m_sum[i, j].
+    """Add up for row i the gates of the rows j with m_sum[i, j].
 
     m_sum is [BT, BT], gates and sums are [BT, BK]. No difference of two sums
     is taken: a weak gate after strong ones does not drown. Unless IS_FP32,
@@ -115,7 +115,7 @@ def sum_gates(
 def sum_rows(
     m_sum, b_x, IS_BF16: tl.constexpr, BY_COLUMNS: tl.constexpr = False
 ):
-    """Row i adds up the rows j of b_x with m_sum[i, j]; fp32, [BT, BK].
+    """Add up for row i the rows j of b_x with m_sum[i, j]; fp32, [BT, BK].
 
     The product is in tf32x3; if IS_BF16 it has 16 bits, from sums of two bf16
     numbers, which have the range of fp32.
@@ -130,7 +130,7 @@ def sum_rows(
 
 @triton.constexpr_function
 def fold_limits(dtype):
-    """Where blocks are folded: the most bits of one step, the least level.
+    """Limits of folded blocks: the most bits of one step, the least level.
 
     A step that decays more counts as those, so 2^-29 of what it clears, or
     2^-56 in fp32, is left for the rest of its block. A block has 2^level rows:
@@ -178,7 +178,7 @@ def fold_level_of(b_high, b_least, dtype: tl.constexpr):
 
 @triton.jit
 def to_middle(b_high, b_low, level, IS_FP32, BY_COLUMNS: tl.constexpr = False):
-    """What decays between a row and the middle of its block of 2^level rows.
+    """Decays between a row and the middle of its block of 2^level rows.
 
     Returns exponents [BT, BK], which are at most 0, and which rows are in the
     second half, [BT, 1]. A row there has the sum of the gates from the middle

@@ -91,7 +91,7 @@ def chunks_of(
     MAP: tl.constexpr,
     META: tl.constexpr,
 ):
-    """Chunks: a program's sequence, its tokens, and its chunks.
+    """Find a program's Chunks: its sequence, its tokens, and its chunks.
 
     They are those of segment i_x, or with MAP of the one before border i_x. A
     whole segment that a state enters is_composed, and its MAP feeds_compose.
@@ -176,7 +176,7 @@ def store_leaving_state(
     MAP: tl.constexpr,
     META: tl.constexpr,
 ):
-    """Store what a program's last chunk ends with, if anybody asks for it.
+    """Store the state with which a program's last chunk ends, if asked for.
 
     With MAP B goes to border_states, or to state at a sequence's end, and M
     or the channels' decay to maps. Without it the final state is stored, if
@@ -401,7 +401,7 @@ def chunks_back_of(
     MAP: tl.constexpr,
     META: tl.constexpr,
 ):
-    """ChunksBack: as :func:`chunks_of`, for a scan from the last to the first.
+    """Find a program's ChunksBack: as :func:`chunks_of`, from the last on.
 
     A program from_end begins with the final state's gradient. With MAP border
     i_x // 2 has two programs: the segment before it, and the rest after it.
@@ -466,7 +466,7 @@ def load_entering_grad(
 def store_leaving_grad(
     grads, b_dS, chunks, program, call, MAP: tl.constexpr, META: tl.constexpr
 ):
-    """Store what a program's first chunk ends with, if anybody asks for it."""
+    """Store the gradient with which a program's first chunk ends, if asked."""
     HV: tl.constexpr = META.HV
     _, i_hv, i_v, _ = program
     i_n, dfirst, is_first = (

@@ -37,7 +37,7 @@ ALIGNMENT = 128  # bytes, of each tensor in a buffer: a line of the L2 cache
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of every call: it has as many rows as the named length says.
+    """A tensor that every call has, of as many rows as the named length says.
 
     With "tokens" the first dimensions are B and T. Two specs of the same name
     in a schedule are the same memory.
@@ -50,13 +50,13 @@ class TensorSpec:
 
     @property
     def lines(self) -> RuntimeNumber:
-        """Its lines of ALIGNMENT bytes in a buffer."""
+        """The number of lines of ALIGNMENT bytes that it has in a buffer."""
         size = prod(self.row) * self.dtype.itemsize
         return RuntimeNumber(self.length, size, ALIGNMENT)
 
     @staticmethod
     def data_ptr() -> int:
-        """Triton takes it for a tensor as it compiles: 16 divides this."""
+        """An address that 16 divides: to Triton's compiler it is a tensor."""
         return 0
 
     def shape(self, lengths: Lengths) -> tuple[IntLike, ...]:
@@ -83,7 +83,7 @@ class RuntimeNumber:
     per: int = 1
 
     def value(self, lengths: Lengths) -> IntLike:
-        """Its value in a call of such lengths."""
+        """The number in a call of such lengths."""
         return -(getattr(lengths, self.length) * -self.times // self.per)
 
 
@@ -93,18 +93,18 @@ SCALE = RuntimeNumber("scale")  # the number that no length decides
 def buffer_offsets(
     lines: Iterable[RuntimeNumber], lengths: Lengths
 ) -> list[Any]:
-    """Where tensors of these sizes begin in one buffer; then its bytes."""
+    """Offsets of tensors of these sizes in one buffer; then its bytes."""
     numbers = [x.value(lengths) for x in lines]
     return [ALIGNMENT * n for n in accumulate(numbers, initial=0)]
 
 
 def regroup(group: tuple, members: Iterable[Any]) -> Any:
-    """The members as a group with the names that this one has, if any."""
+    """Make of the members a group with the names that this one has, if any."""
     return getattr(type(group), "_make", tuple)(members)
 
 
 def stand_in(x: Any) -> Any:
-    """An argument as Triton takes it to compile a kernel.
+    """Replace an argument by what Triton takes to compile a kernel.
 
     A :class:`RuntimeNumber` is 2 there: for 1, and for what 16 divides, Triton
     compiles other kernels. The scale is 1.0.
@@ -117,13 +117,13 @@ def stand_in(x: Any) -> Any:
 
 
 def flatten(arguments: Iterable[Any]) -> list[Any]:
-    """The arguments, and instead of groups what is in them."""
+    """List the arguments, and instead of groups their members."""
     groups = (x if isinstance(x, tuple) else (x,) for x in arguments)
     return [x for group in groups for x in group]
 
 
 def argument_key(x: Any) -> tuple[type, Any]:
-    """What a schedule finds an argument by: its type, and a tensor's name.
+    """The key of an argument in a schedule: its type, and a tensor's name.
 
     The type is in it since equal groups may differ in names, and 1 == True.
     """
@@ -168,7 +168,7 @@ class Launch(NamedTuple):
     options: dict[str, int]  # num_warps and the like
 
     def compile(self) -> Any:
-        """The kernel for such arguments, or what Triton has of it by now.
+        """Compile the kernel for such arguments, or return a future of it.
 
         Triton looks at a pointer's dtype and at whether 16 divides it, which
         it does here; and at the type of a number, where that is not 1 and 16
@@ -203,7 +203,7 @@ class Launch(NamedTuple):
 
 
 def compile_together(*schedules: Schedule) -> None:
-    """Compile all that these launch and is not compiled yet, at once.
+    """Compile at once all kernels of these schedules that are not compiled.
 
     One kernel at a time, as they are met, takes a few times as long. What
     cannot be compiled raises where it is loaded.
@@ -369,7 +369,7 @@ class Schedule:
 
 
 def launch_all(runs: list, values: list[Any]) -> None:
-    """The one place from which the family's kernels are launched."""
+    """Launch kernels: the one place from which the family's are."""
     for run, select in runs:
         run(*select(values))
 
@@ -377,7 +377,7 @@ def launch_all(runs: list, values: list[Any]) -> None:
 def _allocate_descriptors(
     size: int, alignment: int, stream: int | None
 ) -> Tensor:
-    """Bytes on the GPU, until what runs on the current stream is done."""
+    """Allocate bytes on the GPU, until what runs on its stream is done."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 

@@ -37,7 +37,7 @@ def segment_at(i_s, call, BT: tl.constexpr):
 
 @triton.jit
 def num_borders(call, META: tl.constexpr):
-    """How many borders a sequence of a batch has."""
+    """The number of borders that a sequence of a batch has."""
     borders = call.T // (call.L * META.BT)
     if META.RANKS:
         borders = tl.cdiv(call.T, call.L * META.BT)
@@ -103,7 +103,7 @@ def is_whole(start, end, first_chunk, call, META: tl.constexpr):
 def chunks_in_reach(
     bounds, i_slot, i_hv, first_chunk, stop_chunk, BACK: tl.constexpr, META
 ):
-    """How many of the chunks first_chunk up to stop_chunk matter at their end.
+    """The number of chunks up to stop_chunk that matter at their end.
 
     With BACK, at their beginning. What is farther away is FORGOTTEN: so says
     the log2 of the bound on each chunk's map, bounds [slots, HV], in which
@@ -126,7 +126,7 @@ def chunks_in_reach(
 
 @triton.jit
 def border_state_at(edge, borders, at_edge, i_n, i_b, i_hv, HV: tl.constexpr):
-    """Where the state lies that passes border i_b, or sequence i_n's edge."""
+    """Find the state that passes border i_b, or sequence i_n's edge."""
     if edge is None:
         p_S, i_s = borders, i_b * HV + i_hv
     else:

@@ -24,7 +24,7 @@ IntLike = Any  # int, or SymInt where shapes are symbols
 
 
 class CallKind(NamedTuple):
-    """What a call's kernels are compiled for: all but its lengths."""
+    """A kind of call, for which kernels are compiled: all but its lengths."""
 
     gpu: GPU
     dtype: torch.dtype  # of q, k and v
@@ -61,7 +61,7 @@ class CallKind(NamedTuple):
 
 @dataclass(frozen=True)
 class RecurrenceMeta:
-    """What one kernel is compiled for: its argument META.
+    """Constants of one kernel: its argument META.
 
     No tuple, which a launch would take for a group of arguments.
     """
@@ -109,18 +109,18 @@ class RecurrenceMeta:
 
     @property
     def key_tiles(self) -> Tiles:
-        """How q is cut, and k as it is written."""
+        """The tiles of q, and of k as it is written."""
         return Tiles(self.QK_HEADS, self.K, self.BT, self.BK, self.TMA)
 
     @property
     def erase_key_tiles(self) -> Tiles:
-        """How the keys are cut by which the delta rule erases."""
+        """The tiles of the keys by which the delta rule erases."""
         H = self.HV if self.HAS_ERASE_KEY else self.QK_HEADS
         return Tiles(H, self.K, self.BT, self.BK, self.TMA)
 
     @property
     def hv_key_tiles(self) -> Tiles:
-        """What has K channels for each value head: erase_key, gates, q_in."""
+        """The tiles of K channels per value head: erase_key, gates, q_in."""
         return Tiles(self.HV, self.K, self.BT, self.BK)
 
     @property
@@ -129,22 +129,22 @@ class RecurrenceMeta:
 
     @property
     def score_tiles(self) -> Tiles:
-        """Aqk and R."""
+        """The tiles of Aqk and R."""
         return Tiles(self.HV, self.BT, self.BT, self.BT, self.TMA)
 
     @property
     def number_tiles(self) -> Tiles:
-        """One number per token and head."""
+        """The tiles of one number per token and head."""
         return Tiles(self.HV, 1, self.BT, 1)
 
     @property
     def part_tiles(self) -> Tiles:
-        """One number for each value tile of a token and head."""
+        """The tiles of a number for each value tile of a token and head."""
         return Tiles(self.HV, self.NV, self.BT, 1)
 
     @property
     def map_tiles(self) -> Tiles:
-        """The maps of states."""
+        """The tiles of states' maps."""
         return Tiles(1, self.K, self.BK, self.BV)
 
 
@@ -282,7 +282,7 @@ OPTIONS: dict[str, Callable[[str, CallKind], dict[str, int]]] = {
 def settings_of(
     stage: str, kind: CallKind
 ) -> tuple[RecurrenceMeta, dict[str, int]]:
-    """What a stage's kernel is compiled for, and its launch settings.
+    """META of a stage's kernel, and its launch settings.
 
     Measured on an H200 with K = V = 128 in bf16. There, with chunks of 64,
     no row of a tile is under 128 bytes (``tile.min_tile_columns``) but of
@@ -398,7 +398,7 @@ def segment_chunks(
 
 @functools.lru_cache(maxsize=4096)
 def maps_at_once(kind: CallKind) -> tuple[int, int]:
-    """How many programs of the delta rule's maps run in a round, and in two.
+    """Numbers of programs of the delta rule's maps in one round, and in two.
 
     A multiprocessor has three of them if their registers are bounded, and
     these are found in one round. Else it has two that load by descriptors,

@@ -86,7 +86,7 @@ IntraGrads = namedtuple("IntraGrads", "dq dk dg dg_parts dtotal dbeta de")
 
 
 def meta_of(stage: str, kind: CallKind) -> RecurrenceMeta:
-    """What the stage's kernel is compiled for."""
+    """META of the stage's kernel."""
     return settings_of(stage, kind)[0]
 
 
@@ -102,7 +102,7 @@ def sums_dbeta_by_tiles(kind: CallKind) -> bool:
 
 
 class TensorSpecs:
-    """Every tensor of a forward and backward is a :class:`TensorSpec` here.
+    """The :class:`TensorSpec` of every tensor of a forward and backward.
 
     What they hold is in README.md. ``dtypes`` are those of the call's tensors.
     A tensor that this kind of call does not have is None. Beyond README:
@@ -231,7 +231,7 @@ class ScheduleBuilder:
     def add(
         self, stage: str, kernel: Any, programs: RuntimeNumber, *groups: Any
     ) -> None:
-        """A stage's kernel and what it is given before call and META."""
+        """Add a stage's kernel, and its arguments before call and META."""
         meta, options = settings_of(stage, self.kind)
         arguments = (*groups, self.specs.call, meta)
         self.launches.append(Launch(kernel, programs, arguments, options))
@@ -239,13 +239,13 @@ class ScheduleBuilder:
     def add_tiles(
         self, stage: str, kernel: Any, length: str, *groups: Any
     ) -> None:
-        """:meth:`add`, with a program for each value tile of a head."""
+        """Add a stage, with a program for each value tile of a head."""
         NV = meta_of(stage, self.kind).NV
         programs = RuntimeNumber(length, self.kind.HV * NV)
         self.add(stage, kernel, programs, *groups)
 
     def add_compose(self, stage: str, compose_states: ComposeStates) -> None:
-        """compose_kernel; on ranks maps have programs, too."""
+        """Add compose_kernel; on ranks maps have programs, too."""
         kind = self.kind
         meta = meta_of(stage, kind)
         tiles = meta.NV + (meta.NM if kind.on_ranks and kind.delta else 0)
@@ -254,13 +254,13 @@ class ScheduleBuilder:
         self.add(stage, compose_kernel, programs, compose_states)
 
     def add_arriving(self, stage: str, compose_states: ComposeStates) -> None:
-        """add_arriving_kernel, which needs none of the maps themselves."""
+        """Add add_arriving_kernel, which needs none of the maps themselves."""
         states = compose_states._replace(maps=None)
         self.exchange_span = self.compose_place, len(self.launches)
         self.add_tiles(stage, add_arriving_kernel, "borders", states)
 
     def schedule(self, *results: TensorSpec | None) -> Schedule:
-        """The schedule; a pack's results are 0 at tokens of no sequence."""
+        """Make the schedule; a pack's results are 0 in no sequence."""
         written = [x for x in results if x]
         offsets = self.specs.cu_seqlens
         if offsets:
@@ -280,7 +280,7 @@ class ScheduleBuilder:
 def forward_schedule(
     kind: CallKind, dtypes: CallTensors, segmented: bool
 ) -> Schedule:
-    """Outputs, final states, and what is saved.
+    """Schedule a forward: outputs, final states, and what is saved.
 
     ``segmented``: whether sequences may be cut into segments.
     """
@@ -321,7 +321,7 @@ def forward_schedule(
 def backward_schedule(
     kind: CallKind, dtypes: CallTensors, segmented: bool
 ) -> Schedule:
-    """Gradients of the inputs that there are but cu_seqlens, in their order.
+    """Schedule a backward: the gradients of all inputs but cu_seqlens.
 
     In fp16 that of beta is in parts, one of each value tile.
     """

@@ -28,7 +28,7 @@ class LaunchWith(Protocol):
 
 
 class ExchangeLaunches(NamedTuple):
-    """What a schedule leaves to the exchange of states to launch."""
+    """The launches that a schedule leaves to the exchange of states."""
 
     compose: LaunchWith
     overlap: Callable[[], None]  # while tensors travel

@@ -176,7 +176,7 @@ class HeadsConvolution(CheckedModule):
 
 
 def past_of(state: LayerState | None, x: Tensor) -> Past | None:
-    """What a convolution has kept, if there is a state, in x's dtype."""
+    """The inputs that a convolution has kept, if any, in x's dtype."""
     past = state and state.batch_rows("convolution")
     return None if past is None else past.to(cast_for_autocast(x)[0].dtype)
 

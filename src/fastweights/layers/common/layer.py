@@ -273,7 +273,7 @@ def compute_by_token(
 
 
 def extrapolate(after: Callable[[int], int], T: int) -> int:
-    """after(T); beyond 1,024 as if every further token cost the same."""
+    """Call after(T); beyond 1,024 as if every further token cost the same."""
     check_sizes(T=T)
     if T <= 1024:
         return after(T)

@@ -138,7 +138,7 @@ def check_input(
 def _check_state(
     state: LayerState, layer: Any, x: Tensor, rows: int, packed: bool
 ) -> None:
-    """Raise unless it is a state of this layer, for this number of rows.
+    """Raise unless ``state`` is one of this layer, for this number of rows.
 
     The layer itself tells which fields it needs, and their shapes, if it can
     be asked. In a graph and under torch.func these are not checked.

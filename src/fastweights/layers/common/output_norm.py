@@ -58,7 +58,7 @@ class OutputNorm(CheckedModule):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Weights of 1."""
+        """Set the weights to 1."""
         self.weight.fill_(1)
 
     def forward(
@@ -66,7 +66,7 @@ class OutputNorm(CheckedModule):
         o: Float[Tensor, "B T HV V"],
         gate: Float[Tensor, "B T HV*V"] | None = None,
     ) -> Float[Tensor, "B T HV*V"]:
-        """The heads side by side, in o's dtype."""
+        """The normed heads side by side, in o's dtype."""
         weight = self.weight
         if gate is not None and self.activation is None:
             raise ValueError("activation: got None, need the gate's")

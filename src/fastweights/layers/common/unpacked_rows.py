@@ -64,7 +64,7 @@ class UnpackedRows:
         return y.masked_fill(tail, 0)[None]
 
     def position_after(self) -> Int[Tensor, " N"]:
-        """How many tokens each row has read after the call."""
+        """The number of tokens that each row has read after the call."""
         if self.position is None:
             return self.num_tokens
         return self.position + self.num_tokens

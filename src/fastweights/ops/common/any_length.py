@@ -59,7 +59,7 @@ def call_as_operator(
 
 
 def _constant(x: Any) -> Any:
-    """What a graph keeps of an argument: an open number becomes its value."""
+    """A graph's constant for an argument: an open number becomes its value."""
     if isinstance(x, Tensor):
         return TENSOR
     is_integer = isinstance(x, int | torch.SymInt) and not isinstance(x, bool)

@@ -101,7 +101,7 @@ def check_backend(backend: str, names: tuple[str, ...] = BACKENDS) -> None:
 
 @torch_internals.constant_in_graphs
 def _triton_unless(missing: str, backend: str) -> str:
-    """What runs: "triton" if it lacks nothing, else "torch", or an error."""
+    """Choose "triton" if it lacks nothing, else "torch", or raise."""
     if not missing:
         return "triton"
     if backend == "triton":
@@ -112,7 +112,7 @@ def _triton_unless(missing: str, backend: str) -> str:
 
 @functools.cache
 def _missing_for_triton(device: torch.device, dtype: torch.dtype) -> str:
-    """What the kernels need and do not have here; "" if they run."""
+    """Name what the kernels lack here; "" if they run."""
     if dtype == torch.float64:
         return "tensors in float32, float16 or bfloat16, not float64"
     if not importlib.util.find_spec("triton"):
@@ -138,7 +138,7 @@ def _missing_for_triton(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _missing_on_gpu(device: torch.device) -> str:
-    """What a GPU lacks: CUDA, Ampere or later, a Triton that is right; or "".
+    """Name what a GPU lacks: CUDA, Ampere or later, a right Triton; or "".
 
     On Blackwell's 10.x (not 12.x, which has other products) Triton below 3.8
     compiles loops in which a product reads the accumulator of another to a
@@ -161,7 +161,7 @@ def _missing_on_gpu(device: torch.device) -> str:
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a GPU that is there."""
+    """The compute capability of a GPU that this machine has."""
     try:
         return torch.cuda.get_device_capability(device)
     except (AssertionError, RuntimeError) as error:

@@ -142,7 +142,7 @@ class Operator:
         return self.shown_results(operator(*arguments))
 
     def shown_results(self, output: Any) -> Any:
-        """What a caller sees of the results; a single one is no tuple."""
+        """Show a caller's part of the results; a single one is no tuple."""
         return (
             output[: self.num_shown] if isinstance(output, tuple) else output
         )
@@ -174,7 +174,7 @@ class Operator:
         return *grads, *[None] * nones
 
     def fake_backward(self, *arguments: Any) -> list[Tensor]:
-        """Room for the gradients."""
+        """Allocate the gradients."""
         inputs = arguments[self.num_shown :][: self.num_differentiable]
         return [x.new_empty(x.shape) for x in inputs if x is not None]
 

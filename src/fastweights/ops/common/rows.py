@@ -50,7 +50,7 @@ def clamp_rows(rows: Rows, pool: Tensor) -> Rows:
 def rows_to_write(
     rows: Rows, pool: Tensor
 ) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"], Tensor]:
-    """Which rows to write, which sequence writes each, whether there is any.
+    """Find the rows to write, the sequence that writes each, and whether any.
 
     A sequence without a row writes what the first one that has a row does,
     into the same place: nothing depends on which of the two comes last.
