@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fastweights.models import LanguageModel
-from fastweights_lab.bench import continuations, inside_calls
+from fastweights_lab.bench import calls, continued
 from fastweights_lab.experiments import EXPERIMENTS, comparison
 from fastweights_lab.experiments.learned_gates import recurrence_inputs
 from fastweights_lab.program import main
@@ -20,17 +20,15 @@ from fastweights_lab.text import corpus
 
 def test_models_go_on_from_the_same_places(monkeypatch, tmp_path):
     little = replace(comparison.SMALL, length=64, tokens=64, steps=1)
-    monkeypatch.setattr(continuations, "BASE", little)
-    monkeypatch.setattr(continuations, "NEW", 20)
+    monkeypatch.setattr(continued, "BASE", little)
+    monkeypatch.setattr(continued, "NEW", 20)
     file = tmp_path / "continued.json"
     main("bench", "continued", "--json", str(file))
     rows = json.loads(file.read_text("utf-8"))["rows"]
-    assert [row["variant"] for row in rows] == [*continuations.MODELS]
+    assert [row["variant"] for row in rows] == [*continued.MODELS]
     held_out = corpus.read().held_out
     for row in rows:
-        for of, place in zip(
-            row["continued"], continuations.PLACES, strict=True
-        ):
+        for of, place in zip(row["continued"], continued.PLACES, strict=True):
             whole = held_out[of["file"]].decode()
             assert (of["file"], of["known"][-len(place[1]) :]) == place
             assert of["known"] + of["true"] in whole
@@ -41,7 +39,7 @@ def test_models_go_on_from_the_same_places(monkeypatch, tmp_path):
 
 def test_the_places_are_held_out_and_there_once():
     held_out = corpus.read().held_out
-    for file, line in continuations.PLACES:
+    for file, line in continued.PLACES:
         assert file < len(held_out) / 2  # of those that the race is scored on
         assert held_out[file].count(line.encode()) == 1
 
@@ -49,18 +47,18 @@ def test_the_places_are_held_out_and_there_once():
 def test_places_of_a_program_of_calls():
     task = Calls(questions=3, calls=2)
     text = bytes(task.batch(1, seed=0).tokens[0].tolist()).decode()
-    at, call, end = inside_calls.places(len(text), task)
+    at, call, end = calls.places(len(text), task)
     assert [text[i - 3 : i + 1] for i in at] == re.findall(r".=.\n", text)
     assert call.tolist() == [text[:i].count("\n\n") for i in at]
     assert end.tolist() == [x.end() - 1 for x in re.finditer("\n\n", text)]
 
 
-@pytest.mark.parametrize("variant", inside_calls.HINDERED)
+@pytest.mark.parametrize("variant", calls.HINDERED)
 def test_rows_of_a_model_of_calls(monkeypatch, variant):
-    found = inside_calls.trials(variant)
+    found = calls.trials(variant)
     assert [trial.seed for trial in found] == [0, 1, 2, 3, 4]
     of_grid = EXPERIMENTS["calls"].trials("calls")
-    if variant == inside_calls.LONG:
+    if variant == calls.LONG:
         assert {task.calls for x in found for task in x.train} == {16}
     else:
         assert all(trial in of_grid for trial in found)
@@ -68,15 +66,15 @@ def test_rows_of_a_model_of_calls(monkeypatch, variant):
         found[0],
         steps=1,
         train=(Calls(2, 2, 2),),
-        tests={inside_calls.TEST: Calls(questions=36, calls=3)},
+        tests={calls.TEST: Calls(questions=36, calls=3)},
     )
-    monkeypatch.setattr(inside_calls, "trials", lambda _: [little])
-    monkeypatch.setattr(inside_calls, "ROWS", 4)
-    assert not [*inside_calls.rows([variant], seeds=[1])]
-    every = [*inside_calls.rows([variant], seeds=[0])]
+    monkeypatch.setattr(calls, "trials", lambda _: [little])
+    monkeypatch.setattr(calls, "ROWS", 4)
+    assert not [*calls.rows([variant], seeds=[1])]
+    every = [*calls.rows([variant], seeds=[0])]
     rows, (as_it_is, *others) = every[:4], every[4:]
-    assert as_it_is.items() >= inside_calls.NOT_HINDERED.items()
-    assert as_it_is["program"].count("\n\n") == inside_calls.CALLS
+    assert as_it_is.items() >= calls.NOT_HINDERED.items()
+    assert as_it_is["program"].count("\n\n") == calls.CALLS
     assert len(others) > 1 and not any("program" in row for row in others)
     assert [(row["layer"], row["head"]) for row in rows] == [
         (0, 0),
@@ -106,9 +104,9 @@ def test_errors_call_by_call_of_one_who_always_says_nothing(monkeypatch):
         logits = F.one_hot(0 * targets + ord("?"), 128)
         return logits, targets, groups
 
-    monkeypatch.setattr(inside_calls, "ROWS", 100)  # in two passes
-    monkeypatch.setattr(inside_calls, "answers", silent)
-    found = inside_calls.by_call(None, task)
+    monkeypatch.setattr(calls, "ROWS", 100)  # in two passes
+    monkeypatch.setattr(calls, "answers", silent)
+    found = calls.by_call(None, task)
     own, last = [0] * 4, [0] * 4
     for text in texts:
         for i, call in enumerate(text.split("\n\n")[:4]):
@@ -133,15 +131,13 @@ def test_errors_call_by_call_of_one_who_always_says_nothing(monkeypatch):
 def test_an_empty_line_and_what_follows_it_do_nothing(
     what, inputs, ahead, left
 ):
-    (trial, *_) = inside_calls.trials("gated delta")
+    (trial, *_) = calls.trials("gated delta")
     task = Calls(questions=2, calls=3)
     torch.manual_seed(0)
     model = LanguageModel(trial.model_config)
     tokens = task.batch(1, seed=0).tokens
     (_, before), *_ = recurrence_inputs(model, tokens)
-    with inside_calls.hindered(
-        model, task, **{what: 3}, before=ahead, left=left
-    ):
+    with calls.hinder(model, task, **{what: 3}, before=ahead, left=left):
         (_, after), *_ = recurrence_inputs(model, tokens)
     text = bytes(tokens[0].tolist()).decode()
     ends = [x.end() - 1 for x in re.finditer("\n\n", text)]
@@ -160,7 +156,7 @@ def test_an_empty_line_and_what_follows_it_do_nothing(
 def test_what_a_head_does_where_names_are_set_and_asked_for(monkeypatch):
     task = Calls(variables=2, questions=3, calls=2)
     tokens = task.batch(1, seed=0).tokens
-    at, call, end = inside_calls.places(tokens.shape[1], task)
+    at, call, end = calls.places(tokens.shape[1], task)
     k = torch.zeros(1, tokens.shape[1], 1, 2)
     k[0, at, 0, call] = 1  # along an axis for each call
     k[0, end, 0, torch.arange(2)] = 1
@@ -168,10 +164,8 @@ def test_what_a_head_does_where_names_are_set_and_asked_for(monkeypatch):
     q = torch.zeros_like(k)
     q[0, [i + 9 for i in at if tokens[0, i - 3] == tokens[0, i + 7]]] = 1.0
     inputs = {"q": q, "k": k}
-    monkeypatch.setattr(
-        inside_calls, "recurrence_inputs", lambda *_: [(0, inputs)]
-    )
-    (row,) = inside_calls.heads(None, tokens, task)
+    monkeypatch.setattr(calls, "recurrence_inputs", lambda *_: [(0, inputs)])
+    (row,) = calls.heads(None, tokens, task)
     known = [x for x in row["cosine"] if not math.isnan(x)]
     assert row["asked"] == [0.7071] * 2
     set_letters = {*(tokens[0, at - 3] - ord("a")).tolist()}
@@ -181,13 +175,13 @@ def test_what_a_head_does_where_names_are_set_and_asked_for(monkeypatch):
 
 @pytest.mark.parametrize("full", [1, 2])
 def test_names_are_set_at_full_strength(full):
-    (trial, *_) = inside_calls.trials("delta")
+    (trial, *_) = calls.trials("delta")
     task = Calls(questions=2, calls=3)
     torch.manual_seed(0)
     model = LanguageModel(trial.model_config)
     tokens = task.batch(1, seed=0).tokens
     (_, before), *_ = recurrence_inputs(model, tokens)
-    with inside_calls.hindered(model, task, full=full):
+    with calls.hinder(model, task, full=full):
         (_, after), *_ = recurrence_inputs(model, tokens)
     text = bytes(tokens[0].tolist()).decode()
     digits = {x.end() - 1 for x in re.finditer(r".=\d", text)}

@@ -11,13 +11,13 @@ import torch
 
 import fastweights as fw
 from fastweights_lab import records
-from fastweights_lab.bench import gates_on_text, speed, trained_inputs
-from fastweights_lab.bench.trained_inputs import (
+from fastweights_lab.bench import gates, speed, trained
+from fastweights_lab.bench.trained import (
     DRAWN,
     MODELS,
     beyond,
+    record_inputs,
     sequences,
-    trained,
 )
 from fastweights_lab.experiments import comparison
 from fastweights_lab.program import main
@@ -72,14 +72,14 @@ def little(tmp_path):
 
 
 def test_gates_of_a_model_with_a_lower_bound(little):
-    g = trained("KDA", little, 2, least=-0.25)["g"]
+    g = record_inputs("KDA", little, 2, least=-0.25)["g"]
     assert -0.25 < g.min() < g.max() < 0
-    assert trained("KDA", little, 2)["g"].min() < -0.25
+    assert record_inputs("KDA", little, 2)["g"].min() < -0.25
 
 
 def test_where_in_a_text_heads_forget(little, monkeypatch, tmp_path):
     for name, value in (("BASE", little), ("END", 100), ("LENGTH", 40)):
-        monkeypatch.setattr(gates_on_text, name, value)
+        monkeypatch.setattr(gates, name, value)
     file = tmp_path / "gates.json"
     main("bench", "gates", "--json", str(file))
     said, *heads = json.loads(file.read_text("utf-8"))["rows"]
@@ -95,12 +95,12 @@ def test_where_in_a_text_heads_forget(little, monkeypatch, tmp_path):
 
 
 def test_a_run_times_every_member_on_both_passes(little, monkeypatch):
-    monkeypatch.setattr(trained_inputs, "BASE", little)
-    monkeypatch.setattr(trained_inputs, "DRAWS", 1)
-    monkeypatch.setattr(trained_inputs, "timeit", lambda fn: fn() and 1.0)
-    monkeypatch.setattr(trained_inputs, "ON_GPU", False)
+    monkeypatch.setattr(trained, "BASE", little)
+    monkeypatch.setattr(trained, "DRAWS", 1)
+    monkeypatch.setattr(trained, "timeit", lambda fn: fn() and 1.0)
+    monkeypatch.setattr(trained, "ON_GPU", False)
     small = speed.Shape(1, 128, 2, 2, 32, 32)
-    monkeypatch.setattr(trained_inputs, "SMALL", small)
+    monkeypatch.setattr(trained, "SMALL", small)
 
     def kda(*, safe_gate=False, **x):
         return fw.kda(**x)
@@ -110,7 +110,7 @@ def test_a_run_times_every_member_on_both_passes(little, monkeypatch):
 
     monkeypatch.setattr(speed, "peer_functions", lambda *_: {"kda": kda})
     monkeypatch.setattr(speed, "peer_takes", takes)
-    rows = [*trained_inputs.rows(peer=["fla", "nvidia"])]
+    rows = [*trained.rows(peer=["fla", "nvidia"])]
     assert {
         (r["member"], r["gate"], r["what"], r.get("peer")) for r in rows
     } == {

@@ -172,9 +172,11 @@ def test_the_first_seed_chooses_and_it_goes_on_where_it_stopped(
     assert began[9:] == [("linear", 1, 2e-3), ("KDA", 1, 1e-3)]
     runs = records.read(file)
     assert runs[6]["development"] is None  # no NaN in JSON
-    assert comparison.chosen(runs, "KDA") == ("KDA", 1e-3)
-    assert comparison.chosen(runs, "delta") is None
-    seeds = [run["seed"] for run in comparison.judged(reversed(runs), "KDA")]
+    assert comparison.choose_start(runs, "KDA") == ("KDA", 1e-3)
+    assert comparison.choose_start(runs, "delta") is None
+    seeds = [
+        run["seed"] for run in comparison.chosen_runs(reversed(runs), "KDA")
+    ]
     assert seeds == [0, 1]
     assert main("compare", *words, "--dry", "--steps", "9") == 0
     assert "to run: linear, seed 0, lr 0.001" in capsys.readouterr().out
@@ -183,9 +185,9 @@ def test_the_first_seed_chooses_and_it_goes_on_where_it_stopped(
 def test_the_recorded_runs_are_complete():
     runs = comparison.load()
     for name in comparison.KINDS:
-        seeds = [run["seed"] for run in comparison.judged(runs, name)]
+        seeds = [run["seed"] for run in comparison.chosen_runs(runs, name)]
         assert seeds == [0, 1, 2, 3, 4]
-        variant, rate = comparison.chosen(runs, name)
+        variant, rate = comparison.choose_start(runs, name)
         tried = {r["settings"]["lr"] for r in runs if r["variant"] == variant}
         assert min(tried) < rate < max(tried)
     for run in runs:

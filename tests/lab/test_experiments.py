@@ -18,7 +18,7 @@ from torch import nn
 from fastweights.models import LAYERS, LanguageModel
 from fastweights_lab import experiments
 from fastweights_lab.commands import experiments as command
-from fastweights_lab.commands.experiments import matched
+from fastweights_lab.commands.experiments import match_records
 from fastweights_lab.experiments import (
     EXPERIMENTS,
     Grid,
@@ -35,7 +35,7 @@ from fastweights_lab.experiments import (
     workers,
 )
 from fastweights_lab.experiments.grid import STEPS
-from fastweights_lab.experiments.recall_record import packed, unpacked, write
+from fastweights_lab.experiments.recall_record import pack, unpack, write
 from fastweights_lab.experiments.trial import (
     TESTS,
     VALIDATION,
@@ -414,7 +414,7 @@ def test_runs_are_packed_and_come_back_shorter(tmp_path, monkeypatch):
     ]
     assert [run["parameters"] for run in found] == [50, 51, 3]
     assert recorded("other")[0]["settings"] == runs[0]["settings"]
-    assert unpacked(packed(found)) == found
+    assert unpack(pack(found)) == found
     with pytest.raises(ValueError, match=r"^experiment: got 'x', need one of"):
         recorded("x")
 
@@ -422,7 +422,7 @@ def test_runs_are_packed_and_come_back_shorter(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", load("recall"))
 def test_what_is_recorded_is_the_whole_grid_and_matches_it(name):
     trials, runs = EXPERIMENTS[name].trials(name), recorded(name)
-    assert len(runs) == len(trials) and None not in matched(trials, runs)
+    assert len(runs) == len(trials) and None not in match_records(trials, runs)
     assert all(run["torch"] and run["device"] for run in runs)
 
 
@@ -494,7 +494,7 @@ def test_the_program_goes_on_where_it_was_stopped(tiny, monkeypatch, capsys):
     ]
     assert said == 2 * [False] + 6 * [True]
     assert tiny.file.read_text().startswith(before)
-    assert None not in matched(GRID.trials("tiny"), read(tiny.file))
+    assert None not in match_records(GRID.trials("tiny"), read(tiny.file))
     assert out.startswith("tiny: Does it run?\n8 of 8 runs\npairs: ")
     after = tiny.file.read_text()
     assert tiny("tiny") == 0 and tiny.file.read_text() == after
@@ -545,7 +545,7 @@ def test_the_program_records_whole_grids_alone(tiny, monkeypatch, capsys):
     ]
     text = json.loads(file.read_text())
     assert list(text) == ["tiny"]
-    assert None not in matched(GRID.trials("tiny"), unpacked(text["tiny"]))
+    assert None not in match_records(GRID.trials("tiny"), unpack(text["tiny"]))
     assert len(text["tiny"]["runs"]) == 8
     file.unlink()
     assert tiny("half", "--record", str(file)) == 2

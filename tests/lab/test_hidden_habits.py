@@ -195,7 +195,7 @@ def test_training_helps() -> None:
         return hidden_habits.drawn(*shape, source=source, traits=6)
 
     slow = hidden_habits.network_start(torch.manual_seed(0), 6)
-    after = hidden_habits.trained(slow, draw, (3, 4, 32), 20)
+    after = hidden_habits.train(slow, draw, (3, 4, 32), 20)
     k, v, _ = draw(16, 32, source=torch.manual_seed(2))
     errors = [
         hidden_habits.errors(hidden_habits.network(weights, k, v)[0], v).mean()

@@ -11,7 +11,7 @@ from fastweights.models import LanguageModel, ModelConfig
 from fastweights_lab.experiments.learned_gates import (
     ONE_PRODUCT,
     QUANTILES,
-    learned,
+    measure_gates,
 )
 
 
@@ -60,7 +60,7 @@ def quantiles(x):
 @pytest.mark.parametrize("decay", ("head", "channel"))
 def test_gates_strengths_and_keys(tokens, decay):
     model = model_of("recurrence", "softmax", "recurrence", decay=decay)
-    found = learned(model, tokens, chunk=8)
+    found = measure_gates(model, tokens, chunk=8)
     assert [of["layer"] for of in found] == [0, 2]
     for of in found:
         k, g, beta = inputs_of(model, tokens, of["layer"])
@@ -102,28 +102,28 @@ def test_chunks_that_take_more_than_one_product(tokens):
     model = model_of("recurrence", decay="channel")
     layer = model.blocks[0].layer
     layer.decay.dt_bias[:3] = 400.0  # dt of three channels of the first head
-    (found,) = learned(model, tokens, chunk=20)
+    (found,) = measure_gates(model, tokens, chunk=20)
     assert found["beyond"] == [0.5, 0]
     assert found["chunk"][0][-1] > ONE_PRODUCT > found["chunk"][0][0]
 
 
 @torch.no_grad()
 def test_what_a_layer_lacks_is_none(tokens):
-    (found,) = learned(model_of("recurrence", decay=None), tokens)
+    (found,) = measure_gates(model_of("recurrence", decay=None), tokens)
     for what in ("halvings", "kept", "chunk", "beyond"):
         assert found[what] is None
     assert len(found["strength"]) == 2
-    (found,) = learned(model_of("recurrence", rule="additive"), tokens)
+    (found,) = measure_gates(model_of("recurrence", rule="additive"), tokens)
     assert found["strength"] is None and len(found["kept"]) == 2
     model = model_of("softmax", "softmax")
-    assert learned(model, tokens) == []
+    assert measure_gates(model, tokens) == []
     assert not any(isinstance(of, LinearRecurrence) for of in model.modules())
 
 
 @torch.no_grad()
 def test_equal_keys_have_one_direction():
     model = model_of("recurrence", conv_size=None)
-    (found,) = learned(model, torch.ones(1, 9, dtype=torch.int64))
+    (found,) = measure_gates(model, torch.ones(1, 9, dtype=torch.int64))
     assert found["cosine"] == pytest.approx([1, 1], abs=1e-3)
     assert found["directions"] == pytest.approx([1, 1], abs=1e-3)
     assert not model.blocks[0].layer._forward_pre_hooks

@@ -7,7 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from fastweights_lab.experiments.planted_lines import BEFORE, planted, recalled
+from fastweights_lab.experiments.planted_lines import (
+    BEFORE,
+    measure_recall,
+    plant_lines,
+)
 from fastweights_lab.text import corpus
 
 TEXT = bytes(range(32, 127)) * 8
@@ -16,7 +20,7 @@ STREAM = corpus.Stream.of([TEXT], corpus.ByteTokenizer())
 
 @pytest.mark.parametrize("distance", [1, 7, 100])
 def test_the_needle_stands_where_it_should(distance):
-    with_it, without = planted(STREAM, distance, 6, seed=3)
+    with_it, without = plant_lines(STREAM, distance, 6, seed=3)
     assert with_it.shape == without.shape == (6, BEFORE + distance + 26)
     for one, two in zip(with_it.tolist(), without.tolist(), strict=True):
         text, other = bytes(one).decode(), bytes(two).decode()
@@ -35,9 +39,9 @@ def test_the_needle_stands_where_it_should(distance):
         assert other[BEFORE + 13 :] == text[BEFORE + 13 :]
         pairs = zip(told[9:], other[BEFORE + 9 : BEFORE + 13], strict=True)
         assert all(a != b for a, b in pairs)
-    again, _ = planted(STREAM, distance, 6, seed=3)
+    again, _ = plant_lines(STREAM, distance, 6, seed=3)
     assert torch.equal(again, with_it)
-    assert not torch.equal(planted(STREAM, distance, 6)[0], with_it)
+    assert not torch.equal(plant_lines(STREAM, distance, 6)[0], with_it)
 
 
 class Copier(nn.Module):
@@ -63,7 +67,7 @@ class Copier(nn.Module):
 
 
 def test_who_remembers_finds_it_and_who_does_not_guesses():
-    found = recalled(Copier(), STREAM, 20, 6, at_once=4)
+    found = measure_recall(Copier(), STREAM, 20, 6, at_once=4)
     assert found["distance"] == 20 and found["right"] == 1.0
     assert found["bits"] < 1e-6 < 10 < found["bits without"]
     forgets = Copier()
@@ -71,7 +75,7 @@ def test_who_remembers_finds_it_and_who_does_not_guesses():
         Copier().hidden(x[:, BEFORE + 13 :], return_states)[0],
         [],
     )
-    found = recalled(forgets, STREAM, 20, 40)
+    found = measure_recall(forgets, STREAM, 20, 40)
     assert found["bits"] == pytest.approx(math.log2(10), abs=1e-3)
     assert found["bits without"] == pytest.approx(found["bits"])
     assert found["right"] == 0.0
@@ -79,4 +83,4 @@ def test_who_remembers_finds_it_and_who_does_not_guesses():
 
 def test_a_stream_that_is_too_short_is_named():
     with pytest.raises(ValueError, match=r"^distance: got 800, need"):
-        planted(STREAM, 800, 2)
+        plant_lines(STREAM, 800, 2)

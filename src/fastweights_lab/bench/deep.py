@@ -121,7 +121,7 @@ def rows(names: Sequence[str] = ()) -> Iterator[Row]:
     for name in names or CASES:
         torch.manual_seed(0)
         for sizes, call, inputs, of in CASES[name]():
-            for what, seconds in timed(call, inputs).items():
+            for what, seconds in time_passes(call, inputs).items():
                 least = of(training="backward" in what)
                 yield {
                     "what": "ttt-linear" if name == "ttt" else name,
@@ -133,7 +133,7 @@ def rows(names: Sequence[str] = ()) -> Iterator[Row]:
                 }
 
 
-def timed(
+def time_passes(
     call: Callable[[], tuple[Tensor, Any]], inputs: list[Tensor]
 ) -> dict[str, float]:
     """Seconds of a forward, and of one with its backward."""

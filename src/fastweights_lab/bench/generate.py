@@ -67,7 +67,7 @@ def rows(names: list[str]) -> Iterator[Row]:
     copy = next(ceilings())
     rate = copy["moved"] / copy["seconds"]
     for name in names or PATTERNS:
-        model = made(name)
+        model = make_model(name)
         cases = [("fused", B, T) for B, T in SHAPES]
         if name == "gated_deltanet":
             T = SHAPES[0][1]
@@ -84,7 +84,7 @@ def rows(names: list[str]) -> Iterator[Row]:
             yield row
 
 
-def made(name: str) -> LanguageModel:
+def make_model(name: str) -> LanguageModel:
     """The model of this kind."""
     torch.manual_seed(0)
     config = ModelConfig(pattern=PATTERNS[name], **SIZES)
@@ -94,7 +94,7 @@ def made(name: str) -> LanguageModel:
 _WARM = """
 import torch
 from fastweights_lab.bench import generate, timing
-model = generate.made({name!r})
+model = generate.make_model({name!r})
 prompts = torch.zeros(generate.SHAPES[0], dtype=torch.int64)
 print(timing.elapsed(model.generate, prompts, generate.TOKENS))
 """

@@ -48,7 +48,7 @@ def by_part(kernels: Iterable[tuple[str, float]]) -> dict[str, float]:
     return total
 
 
-def profiled(fn: Callable[[], object]) -> list[tuple[str, float]]:
+def profile_kernels(fn: Callable[[], object]) -> list[tuple[str, float]]:
     """Name and seconds of every kernel of ``fn()``: a mean of CALLS calls."""
     for _ in range(3):
         fn()
@@ -91,6 +91,6 @@ def rows() -> Iterator[Row]:
     for seed in SEEDS:
         torch.manual_seed(seed)
         model.decay.reset_parameters()
-        for part, seconds in by_part(profiled(both)).items():
+        for part, seconds in by_part(profile_kernels(both)).items():
             yield {"seed": seed, "part": part, **shape, "seconds": seconds}
         yield {"seed": seed, "part": "all", **shape, "seconds": timeit(both)}

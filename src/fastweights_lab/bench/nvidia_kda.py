@@ -65,14 +65,14 @@ def functions(folder: Path | None) -> dict[str, Callable[..., Any]]:
     if folder is not None:
         absent = [x for x in FILES if not (folder / x).is_file()]
         if not absent:
-            return {"kda": functools.partial(kda, loaded(folder))}
+            return {"kda": functools.partial(kda, load_kernels(folder))}
         lack = f"{folder} has no {' and no '.join(absent)}"
     print(f"nvidia is left out: {lack}", file=sys.stderr)
     return {}
 
 
 @functools.cache
-def loaded(folder: Path) -> Launch:
+def load_kernels(folder: Path) -> Launch:
     """Build the files: what launches their kernels, by name."""
     driver: Any = importlib.import_module("cuda.bindings.driver")
     most = driver.CUfunction_attribute
@@ -80,7 +80,7 @@ def loaded(folder: Path) -> Launch:
     torch.zeros(1, device="cuda")  # makes a context
     kernels = {}
     for file in FILES:
-        code, names = built(folder / file)
+        code, names = build_kernels(folder / file)
         module = value_of(driver.cuModuleLoadData(code))
         for name, shared in KERNELS[file].items():
             kernel = value_of(driver.cuModuleGetFunction(module, names[name]))
@@ -99,7 +99,7 @@ def loaded(folder: Path) -> Launch:
     return launch
 
 
-def built(path: Path) -> tuple[bytes, dict[str, bytes]]:
+def build_kernels(path: Path) -> tuple[bytes, dict[str, bytes]]:
     """Machine code of a file, and by which names it has the kernels."""
     nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
     headers = find_spec("nvidia.cu13")

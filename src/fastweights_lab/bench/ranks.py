@@ -75,7 +75,7 @@ def relative_error(x: Tensor, ref: Tensor) -> Tensor:
     return (x.float() - ref.float()).norm() / ref.float().norm()
 
 
-def timed(call: Callable[[], object], repeats: int = 7) -> float:
+def time_call(call: Callable[[], object], repeats: int = 7) -> float:
     """Median seconds on the slowest rank, from when all ranks are there.
 
     As timeit, but for that: a rank waits for the others in a call.
@@ -102,10 +102,10 @@ def timed(call: Callable[[], object], repeats: int = 7) -> float:
 
 def pair(call: Callable[[], object], mesh: Any) -> Row:
     """Seconds of a call on each rank alone, and of all ranks together."""
-    row = {"alone": timed(call)}
+    row = {"alone": time_call(call)}
     say(f"alone {1e3 * row['alone']:.3f} ms")
     with fw.context_parallel(mesh):
-        row["ranks"] = timed(call)
+        row["ranks"] = time_call(call)
     times = row["ranks"] / row["alone"]
     say(f"ranks {1e3 * row['ranks']:.3f} ms, {times:.3f} times as long")
     return row

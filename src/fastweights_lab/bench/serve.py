@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from fastweights.serving import Engine
-from fastweights_lab.bench.generate import FEW, PATTERNS, TOKENS, made
+from fastweights_lab.bench.generate import FEW, PATTERNS, TOKENS, make_model
 from fastweights_lab.bench.timing import ON_GPU, Row, elapsed
 
 REQUESTS, ROWS, PIECE = (512, 64, 8192) if ON_GPU else (32, 8, 256)
@@ -30,7 +30,7 @@ def rows(names: list[str]) -> Iterator[Row]:
     )
     T = PROMPT[1] + ANSWER[1]
     for name in names or PATTERNS:
-        model = made(name)
+        model = make_model(name)
         V = model.config.vocab_size
         prompts = [torch.randint(V, (n,)) for n in lengths]
         engine = Engine(model, size=ROWS, capacity=T, prefill_tokens=PIECE)

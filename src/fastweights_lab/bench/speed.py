@@ -100,7 +100,7 @@ takes two steps per token, by the arguments of flash-linear-attention."""
 GATES = ("mild", "kept", "strong", "model")
 # -5 sigmoid of N(0, 1), and of 2 N(0, 1) - 5: KDA's with a lower bound
 SIGMOIDS = {"bounded": (1.0, 0.0), "late": (2.0, -5.0)}
-# Never below -5; with "safe", those of trained_inputs.
+# Never below -5; with "safe", those of trained.
 BOUNDED = ("mild", "kept", *SIGMOIDS, "safe")
 
 

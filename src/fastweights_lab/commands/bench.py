@@ -36,12 +36,12 @@ from pathlib import Path
 import torch
 
 from fastweights_lab.bench import (
-    continuations,
+    calls,
+    continued,
     deep,
-    gates_on_text,
+    gates,
     generate,
     growth,
-    inside_calls,
     layer,
     lesson,
     nvidia_kda,
@@ -49,7 +49,7 @@ from fastweights_lab.bench import (
     speculate,
     speed,
     timing,
-    trained_inputs,
+    trained,
 )
 from fastweights_lab.bench.timing import DTYPE, Row
 from fastweights_lab.records import Record, machine
@@ -63,10 +63,10 @@ CASES: dict[str, tuple[Callable[..., Iterator[Row]], str | None]] = {
     "deep": (deep.rows, deep.__doc__),
     "layer": (layer.rows, layer.__doc__),
     "lesson": (lesson.rows, lesson.__doc__),
-    "trained": (trained_inputs.rows, trained_inputs.__doc__),
-    "gates": (gates_on_text.rows, gates_on_text.__doc__),
-    "continued": (continuations.rows, continuations.__doc__),
-    "calls": (inside_calls.rows, inside_calls.__doc__),
+    "trained": (trained.rows, trained.__doc__),
+    "gates": (gates.rows, gates.__doc__),
+    "continued": (continued.rows, continued.__doc__),
+    "calls": (calls.rows, calls.__doc__),
     "generate": (generate.rows, generate.__doc__),
     "speculate": (speculate.rows, speculate.__doc__),
     "serve": (serve.rows, serve.__doc__),
@@ -134,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seeds", type=int, nargs="+", default=[], help="all five by default"
     )
     for case, of in (
-        ("calls", [*inside_calls.HINDERED]),
+        ("calls", [*calls.HINDERED]),
         ("deep", [*deep.CASES]),
         ("generate", [*generate.PATTERNS]),
         ("serve", [*generate.PATTERNS]),

@@ -25,7 +25,7 @@ from fastweights_lab.experiments.comparison import (
     SMALL,
     VARIANTS,
     Job,
-    chosen,
+    choose_start,
     settings_of,
     stages,
     starts,
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
                 if still_falls(runs, variant)
             ]
         )
-    best = [chosen(runs, name) for name in names]
+    best = [choose_start(runs, name) for name in names]
     go(
         [
             (variant, seed, replace(base, lr=lr))

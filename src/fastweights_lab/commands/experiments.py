@@ -107,7 +107,7 @@ def run_missing(
     check_sizes(workers=workers, streams=args.streams)
     names = dict.fromkeys(trial.experiment for trial in trials)
     there = [run for name in names for run in read(_file(args.out, name))]
-    pairs = zip(trials, matched(trials, there), strict=True)
+    pairs = zip(trials, match_records(trials, there), strict=True)
     left = [trial for trial, run in pairs if run is None]
     done = [0] * len(left)
     steps = sum(trial.steps for trial in left)
@@ -134,7 +134,7 @@ def run_missing(
         progress.say(f"{_name(left[i])}: {found}")
 
 
-def matched(
+def match_records(
     trials: Sequence[Trial], runs: Sequence[Record]
 ) -> list[Record | None]:
     """Each trial's run, or None if there is none with its settings."""
@@ -157,7 +157,7 @@ def record(names: Sequence[str], folder: Path, file: Path) -> None:
     whole: dict[str, list[Record]] = {}
     for name in names:
         trials = EXPERIMENTS[name].trials(name)
-        there = matched(trials, read(_file(folder, name)))
+        there = match_records(trials, read(_file(folder, name)))
         runs = [run for run in there if run]
         left = len(trials) - len(runs)
         print(f"{name}: {len(runs)} runs", end="")
@@ -204,7 +204,7 @@ def run(args: argparse.Namespace) -> int | None:
         return ended("stopped; the same command goes on from here", 130)
     for name, some in trials.items():
         there = read(_file(args.out, name))
-        runs = [run for run in matched(some, there) if run]
+        runs = [run for run in match_records(some, there) if run]
         print(f"{name}: {grids[name].about}")
         print(f"{len(runs)} of {len(some)} runs\n{summary(runs)}\n")
     return None

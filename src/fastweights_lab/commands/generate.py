@@ -100,16 +100,16 @@ def pieces(
     kept: list[int] = []  # those of the last piece, then those to come
     old = 0
 
-    def decoded(some: list[int]) -> str:
+    def decode(some: list[int]) -> str:
         return tokenizer.decode(torch.tensor(some, dtype=torch.int64))
 
     for token in tokens:
         kept.append(token)
-        before, both = decoded(kept[:old]), decoded(kept)
+        before, both = decode(kept[:old]), decode(kept)
         if len(both) > len(before) and not both.endswith(UNKNOWN):
             yield both[len(before) :]
             kept, old = kept[old:], len(kept) - old
-    yield decoded(kept)[len(decoded(kept[:old])) :]
+    yield decode(kept)[len(decode(kept[:old])) :]
 
 
 def until(stop: str, pieces: Iterable[str]) -> Iterator[str]:

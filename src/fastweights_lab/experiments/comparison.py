@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from fastweights_lab.experiments.learned_gates import learned
-from fastweights_lab.experiments.planted_lines import recalled
+from fastweights_lab.experiments.learned_gates import measure_gates
+from fastweights_lab.experiments.planted_lines import measure_recall
 from fastweights_lab.experiments.trial import Stages
 from fastweights_lab.records import Record, read, shipped
 from fastweights_lab.text import corpus
@@ -185,7 +185,7 @@ def train(
             p.detach().fill_(math.nan)
     with run.autocast():
         planted = [
-            recalled(run.model, run.held_out, distance)
+            measure_recall(run.model, run.held_out, distance)
             for distance in PLANTED
             if distance < LONG * length
         ]
@@ -233,7 +233,7 @@ def inside(run: Training, windows: int = 16) -> list[dict[str, Any]]:
     """What the recurrences do with held-out windows."""
     batch = corpus.first_windows(run.held_out, run.settings.length, windows)
     with run.autocast():
-        return learned(run.model, batch.tokens)
+        return measure_gates(run.model, batch.tokens)
 
 
 def load() -> list[Record]:
@@ -247,7 +247,7 @@ def starts(variant: str) -> tuple[str, ...]:
     return (variant, slow) if slow in VARIANTS else (variant,)
 
 
-def chosen(
+def choose_start(
     runs: Iterable[dict[str, Any]], variant: str
 ) -> tuple[str, float] | None:
     """The start of the gates and the rate that did best on development text.
@@ -263,12 +263,12 @@ def chosen(
     return best["variant"], best["settings"]["lr"]
 
 
-def judged(
+def chosen_runs(
     runs: Iterable[dict[str, Any]], variant: str
 ) -> list[dict[str, Any]]:
-    """A variant's runs with what was :func:`chosen`, by their seeds."""
+    """A variant's runs from :func:`choose_start`'s choice, by their seeds."""
     runs = list(runs)
-    choice = chosen(runs, variant)
+    choice = choose_start(runs, variant)
     found = [r for r in runs if (r["variant"], r["settings"]["lr"]) == choice]
     return sorted(found, key=lambda run: run["seed"])
 

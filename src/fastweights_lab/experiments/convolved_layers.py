@@ -89,7 +89,7 @@ def check_whole_rows(
         raise ValueError("state, cu_seqlens: got one, need whole rows")
 
 
-def convolved(layer: type[nn.Module]) -> type[nn.Module]:
+def convolve_input(layer: type[nn.Module]) -> type[nn.Module]:
     """The layer, reading x + convolution(x) in place of x.
 
     One layer alone cannot answer with a pair's value if nothing brings key
@@ -122,7 +122,7 @@ def convolved(layer: type[nn.Module]) -> type[nn.Module]:
 
 
 LAYERS["convolved_softmax"] = ConvolvedSoftmax
-LAYERS["convolved_recurrence"] = convolved(LinearRecurrence)
-LAYERS["convolved_ttt_linear"] = convolved(TTTLinear)
-LAYERS["convolved_ttt_mlp"] = convolved(TTTMLP)
-LAYERS["convolved_lact"] = convolved(LaCT)
+LAYERS["convolved_recurrence"] = convolve_input(LinearRecurrence)
+LAYERS["convolved_ttt_linear"] = convolve_input(TTTLinear)
+LAYERS["convolved_ttt_mlp"] = convolve_input(TTTMLP)
+LAYERS["convolved_lact"] = convolve_input(LaCT)

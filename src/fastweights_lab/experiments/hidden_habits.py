@@ -337,7 +337,7 @@ def ttt_start(
     return [W1 / 300**0.5, b1[..., 0, :], W2, b2[..., 0], logs]
 
 
-def trained(
+def train(
     slow: Sequence[Tensor],
     draw: Callable[..., tuple],
     shape: Sequence[int],
@@ -431,26 +431,26 @@ def main() -> None:
             continue
         if name == "a programmer":
             found[name] = {
-                kind: [rounded(of_programmer(n, odd)) for n in LISTS]
+                kind: [round_digits(of_programmer(n, odd)) for n in LISTS]
                 for kind, odd in (("both", False), ("exactly one", True))
             }
             continue
         traits, units, functions, draw, start, read = TRAININGS[name]
-        slow = trained(
+        slow = train(
             start(torch.Generator().manual_seed(0), traits, units),
             functools.partial(draw, traits=traits),
             (SEEDS, TEXTS, functions),
             arguments.steps,
             read,
         )
-        found[name] = [rounded(x) for x in slow]
+        found[name] = [round_digits(x) for x in slow]
     print(json.dumps(found))
 
 
-def rounded(x: Tensor) -> Any:
+def round_digits(x: Tensor) -> Any:
     """A nest of lists, with five digits of each number."""
     if x.dim():
-        return [rounded(row) for row in x]
+        return [round_digits(row) for row in x]
     return float(f"{x.item():.5g}")
 
 

@@ -1,7 +1,7 @@
 """What training makes of a recurrence: its gates, write strengths and keys.
 
     run = Training(comparison.settings_of("gated delta", 0, comparison.SMALL))
-    learned(run.model, tokens)[0]["strength"]
+    measure_gates(run.model, tokens)[0]["strength"]
 
 are quantiles of the first layer's write strengths, a list per head.
 """
@@ -32,10 +32,10 @@ The bound of fp32 and bf16.
 
 
 @torch.no_grad()
-def learned(
+def measure_gates(
     model: LanguageModel, tokens: Int[Tensor, "B T"], chunk: int = 64
 ) -> list[dict[str, Any]]:
-    """What each recurrence of a model does with these texts, per head.
+    """Measure what each recurrence of a model does with texts, per head.
 
     Args:
         model: its layers of another kind than

@@ -43,7 +43,7 @@ def lines(
     )
 
 
-def planted(
+def plant_lines(
     stream: corpus.Stream, distance: int, rows: int, seed: int = 0
 ) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
     """Texts with a needle, and the same texts with another number in it.
@@ -85,7 +85,7 @@ def planted(
 
 
 @torch.no_grad()
-def recalled(
+def measure_recall(
     model: LanguageModel,
     stream: corpus.Stream,
     distance: int,
@@ -93,7 +93,7 @@ def recalled(
     *,
     at_once: int = 8,
 ) -> dict[str, Any]:
-    """What a model of bytes knows of a number that far back.
+    """Measure what a model of bytes knows of a number that far back.
 
     Returns:
         distance; ``bits`` per digit, ``bits without`` the number, and
@@ -102,7 +102,7 @@ def recalled(
     """
     device = model.embedding.weight.device
     found = []
-    for texts in planted(stream, distance, rows):
+    for texts in plant_lines(stream, distance, rows):
         losses, hits = [], []
         for some in texts.split(at_once):
             x = model.hidden(some[:, :-1].to(device), return_states=False)[0]

@@ -31,10 +31,10 @@ def recorded(experiment: str) -> list[Record]:
         raise ValueError(
             f"experiment: got {experiment!r}, need one of {', '.join(there)}"
         )
-    return unpacked(there[experiment])
+    return unpack(there[experiment])
 
 
-def packed(records: Sequence[Record]) -> dict[str, Any]:
+def pack(records: Sequence[Record]) -> dict[str, Any]:
     """Runs of one experiment, with what they have in common said once."""
     short = [_short(record) for record in records]
     settings = [record.pop("settings") for record in short]
@@ -47,7 +47,7 @@ def packed(records: Sequence[Record]) -> dict[str, Any]:
     return {"settings": same_settings, "all": same, "runs": runs}
 
 
-def unpacked(found: Mapping[str, Any]) -> list[Record]:
+def unpack(found: Mapping[str, Any]) -> list[Record]:
     """The runs that were packed."""
     return [
         {
@@ -63,7 +63,7 @@ def write(file: Path, experiments: Mapping[str, Sequence[Record]]) -> None:
     """Every experiment's runs, a line of JSON for each, in one step."""
     parts = []
     for name, records in experiments.items():
-        found = packed(records)
+        found = pack(records)
         lines = ",\n".join(json.dumps(run) for run in found.pop("runs"))
         head = json.dumps(found)[:-1]
         parts.append(f'{json.dumps(name)}: {head}, "runs": [\n{lines}\n]}}')

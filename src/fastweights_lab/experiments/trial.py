@@ -46,11 +46,11 @@ def run(trial: Trial, device: str = "auto", **options: Any) -> Record:
         first test's sequence; ``seconds``, and what
         :func:`fastweights_lab.records.machine` says.
     """
-    return driven(stages(trial, device, **options), device)
+    return run_stages(stages(trial, device, **options), device)
 
 
-def driven(going: Stages, device: str) -> Record:
-    """What comes of stages that nothing else takes turns with."""
+def run_stages(going: Stages, device: str) -> Record:
+    """Run stages that nothing else takes turns with, to their record."""
     with a_stream(device):
         while True:
             try:
@@ -72,7 +72,9 @@ def stages(
     stream of its own while the others wait.
     """
     on, start = chosen_device(device), time.perf_counter()
-    model = yield from trained(trial, device, progress=progress, every=every)
+    model = yield from train_trial(
+        trial, device, progress=progress, every=every
+    )
     seen = [
         accuracy(model, task, trial.test_rows, VALIDATION + i)
         for i, task in enumerate(trial.train)
@@ -94,7 +96,7 @@ def stages(
     }
 
 
-def trained(
+def train_trial(
     trial: Trial,
     device: str = "auto",
     *,

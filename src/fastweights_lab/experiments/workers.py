@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from fastweights_lab.experiments.trial import Stages, a_stream, driven
+from fastweights_lab.experiments.trial import Stages, a_stream, run_stages
 from fastweights_lab.records import Record
 
 Run = Callable[..., Stages]
@@ -48,7 +48,7 @@ def run_jobs(
     if workers == streams == 1:
         for i, job in enumerate(jobs):
             going = run(job, device, progress=partial(tell, i))
-            yield i, driven(going, device)
+            yield i, run_stages(going, device)
         return
     context = get_context("spawn")
     waiting = list(enumerate(jobs))[::-1]

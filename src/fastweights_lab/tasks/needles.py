@@ -13,12 +13,12 @@ from fastweights_lab.tasks.task import (
     Batch,
     Draws,
     Task,
-    alternating,
-    asked,
+    alternate,
+    ask,
     check_enough,
-    joined,
+    join,
     take,
-    told,
+    tell,
 )
 
 SEP = ASK + 1
@@ -103,7 +103,7 @@ class Needles(Task):
         markers = MARK + torch.arange(self.marked, device=draws.device)
         markers = markers.expand(rows, -1)
         found = self._value(draws.integers(self.values, rows, self.marked))
-        needle = told(alternating(markers, found))
+        needle = tell(alternate(markers, found))
 
         # Before the needle, the needle, after it: where each token is in
         # the haystack with the needle behind it.
@@ -113,9 +113,9 @@ class Needles(Task):
         source = torch.where(here < start, here, here - size)
         inside = (here >= start) & (here < start + size)
         source = torch.where(inside, end + here - start, source)
-        text = joined(hay, needle).map(lambda x: take(x, source))
-        question = asked(markers, found, torch.full_like(markers, NEEDLE))
-        return joined(text, question)
+        text = join(hay, needle).map(lambda x: take(x, source))
+        question = ask(markers, found, torch.full_like(markers, NEEDLE))
+        return join(text, question)
 
     def _haystack(self, rows: int, draws: Draws) -> Batch:
         """All segments, one after another."""
@@ -130,11 +130,11 @@ class Needles(Task):
         keys, values = MARK + self.needles + keys, self._value(values)
         separator = torch.full((*shape, 1), SEP, device=draws.device)
         local = torch.full_like(chosen, LOCAL)
-        question = asked(take(keys, chosen), take(values, chosen), local)
+        question = ask(take(keys, chosen), take(values, chosen), local)
         if self.level == 1:
-            question = told(question.tokens)
-        pairs = told(alternating(keys, values))
-        segments = joined(told(separator), pairs, question)
+            question = tell(question.tokens)
+        pairs = tell(alternate(keys, values))
+        segments = join(tell(separator), pairs, question)
         return segments.map(lambda x: x.flatten(1))
 
     def _value(self, number: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from fastweights_lab.tasks.task import (
     Batch,
     Draws,
     Task,
-    joined,
+    join,
     take,
-    told,
+    tell,
 )
 
 LETTERS = 26
@@ -104,9 +104,9 @@ class Reassignment(Task):
         question = _printed(
             take(letters, asked), ord("0") + values, _group(times)
         )
-        later = joined(told(assigned[:, n:]), question)
-        return joined(
-            told(assigned[:, :n].flatten(1)),
+        later = join(tell(assigned[:, n:]), question)
+        return join(
+            tell(assigned[:, :n].flatten(1)),
             later.map(lambda x: x.flatten(1)),
         )
 
@@ -172,8 +172,8 @@ class Calls(Reassignment):
 
         letters = ord("a") + draws.distinct(n, LETTERS, rows)[:, None]
         letters = letters.expand_as(earlier)
-        lines = joined(
-            told(_lines(ASSIGN, take(letters, which), digits)),
+        lines = join(
+            tell(_lines(ASSIGN, take(letters, which), digits)),
             _printed(
                 take(letters, asked),
                 torch.where(inside, ord("0") + values, NONE),
@@ -181,7 +181,7 @@ class Calls(Reassignment):
             ),
         ).map(lambda x: x.flatten(2))
         end = torch.full((*shape[:2], 1), ord(END), device=draws.device)
-        return joined(lines, told(end)).map(lambda x: x.flatten(1))
+        return join(lines, tell(end)).map(lambda x: x.flatten(1))
 
 
 def _zipf(n: int, draws: Draws, *shape: int) -> Int[Tensor, "*B m"]:

@@ -14,13 +14,13 @@ from fastweights_lab.tasks.task import (
     Batch,
     Draws,
     Task,
-    alternating,
-    asked,
+    alternate,
+    ask,
     check_enough,
-    joined,
+    join,
     last_times,
     take,
-    told,
+    tell,
 )
 
 
@@ -82,7 +82,7 @@ class AssociativeRecall(Task):
         half, n = self.vocabulary // 2, self.pairs
         keys = 1 + draws.distinct(n, half - 1, rows)
         values = half + draws.distinct(n, self.vocabulary - half, rows)
-        pairs = alternating(keys, values).repeat(1, self.passes)
+        pairs = alternate(keys, values).repeat(1, self.passes)
         start = pairs.shape[1]
         at = start + 2 * self._slots(rows, (self.length - start) // 2, draws)
 
@@ -144,9 +144,9 @@ class _Written(Task):
             values: tokens written, [rows, n writes].
         """
         latest = take(values, last_times(order, names.shape[1]))
-        return joined(
-            told(alternating(take(names, order), values)),
-            asked(names, latest, torch.zeros_like(names)),
+        return join(
+            tell(alternate(take(names, order), values)),
+            ask(names, latest, torch.zeros_like(names)),
         )
 
 

@@ -12,13 +12,13 @@ from fastweights_lab.tasks.task import (
     Batch,
     Draws,
     Task,
-    alternating,
-    asked,
+    alternate,
+    ask,
     check_enough,
-    joined,
+    join,
     last_times,
     take,
-    told,
+    tell,
 )
 
 RESET = ASK + 1
@@ -110,16 +110,16 @@ class Scope(Task):
         )
         mixed = draws.orders(2 * self.questions, *shape)
         reset = torch.full((*shape, 1), RESET, device=draws.device)
-        pairs = alternating(
+        pairs = alternate(
             take(names, which) + first,
             written + first + self.keys,
         )
         parts = (
-            told(reset),
-            told(pairs),
-            asked(*(take(x, mixed) for x in (keys, answers, groups))),
+            tell(reset),
+            tell(pairs),
+            ask(*(take(x, mixed) for x in (keys, answers, groups))),
         )
-        return joined(*parts).map(lambda x: x.flatten(1))
+        return join(*parts).map(lambda x: x.flatten(1))
 
 
 @dataclass(frozen=True)

@@ -50,13 +50,13 @@ class Batch:
         return Batch(*map(function, parts))
 
 
-def told(tokens: Int[Tensor, "*B T"]) -> Batch:
+def tell(tokens: Int[Tensor, "*B T"]) -> Batch:
     """Tokens at which nothing is asked."""
     nothing = torch.full_like(tokens, IGNORE)
     return Batch(tokens, nothing, nothing)
 
 
-def asked(
+def ask(
     keys: Int[Tensor, "*B n"],
     answers: Int[Tensor, "*B n"],
     groups: Int[Tensor, "*B n"],
@@ -64,13 +64,13 @@ def asked(
     """Questions, each of them ASK and a key: [.., 2 n]."""
     nothing = torch.full_like(keys, IGNORE)
     return Batch(
-        alternating(torch.full_like(keys, ASK), keys),
-        alternating(nothing, answers),
-        alternating(nothing, groups),
+        alternate(torch.full_like(keys, ASK), keys),
+        alternate(nothing, answers),
+        alternate(nothing, groups),
     )
 
 
-def joined(*parts: Batch) -> Batch:
+def join(*parts: Batch) -> Batch:
     """One after the other."""
     return Batch(
         torch.cat([part.tokens for part in parts], -1),
@@ -79,7 +79,7 @@ def joined(*parts: Batch) -> Batch:
     )
 
 
-def alternating(
+def alternate(
     a: Int[Tensor, "*B n"], b: Int[Tensor, "*B n"]
 ) -> Int[Tensor, "*B m"]:
     """a[0], b[0], a[1], b[1], ..: m = 2 n."""

@@ -58,10 +58,10 @@ def trained_model(
     return run
 
 
-def trained(
+def record_inputs(
     variant: str, base: Settings, windows: int, least: float | None = None
 ) -> dict[str, Tensor]:
-    """What a trained model's recurrences are given: one row per head.
+    """Record what a trained model's recurrences are given, row per head.
 
     q, k, v [windows, T, heads, D], g and beta, the heads of all layers; g is
     at least ``least``.
@@ -121,9 +121,9 @@ def rows(
     for member, variant in MODELS.items():
         need = max(shape.B * shape.T for shape in shapes.values())
         windows = need // BASE.length
-        models = {"trained": trained(variant, BASE, windows)}
+        models = {"trained": record_inputs(variant, BASE, windows)}
         if member == "kda":
-            models["safe"] = trained(variant, BASE, windows, -5.0)
+            models["safe"] = record_inputs(variant, BASE, windows, -5.0)
         for where, shape in shapes.items():
             cases = {gate: speed.inputs(member, shape, gate) for gate in DRAWN}
             cases |= {

@@ -45,7 +45,7 @@ def rows() -> Iterator[Row]:
     """What each model writes, and what the text costs it."""
     runs, jobs = comparison.load(), []
     for name in MODELS:
-        variant, lr = comparison.chosen(runs, name) or (name, BASE.lr)
+        variant, lr = comparison.choose_start(runs, name) or (name, BASE.lr)
         jobs.append((variant, 0, replace(BASE, lr=lr)))
     workers = len(jobs) if ON_GPU else 1
     for _, row in run_jobs(stages, jobs, DEVICE, workers, lambda *_: None):
@@ -72,12 +72,12 @@ def stages(job: comparison.Job, device: str, **unused: Any) -> Stages:
         "seed": number,
         "lr": run.settings.lr,
         "bits per byte": run.evaluate(tested)["bits per byte"],
-        "continued": [continued(run, *place) for place in PLACES],
+        "continued": [continue_line(run, *place) for place in PLACES],
     }
 
 
 @torch.no_grad()
-def continued(run: Training, file: int, line: str) -> dict[str, Any]:
+def continue_line(run: Training, file: int, line: str) -> dict[str, Any]:
     """What the model writes after a line, and what it pays for the text."""
     text = run.text.held_out[file]
     at = text.index(line.encode()) + len(line)

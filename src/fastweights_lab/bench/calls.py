@@ -39,7 +39,7 @@ from fastweights_lab.experiments.trial import (
     TESTS,
     Stages,
     answers,
-    trained,
+    train_trial,
 )
 from fastweights_lab.experiments.workers import run_jobs
 from fastweights_lab.tasks import Calls
@@ -120,7 +120,9 @@ def trials(variant: str = "delta") -> list[Trial]:
             variant=LONG,
             rows=trial.rows // 4,
             train=tuple(
-                dataclasses.replace(task, calls=CALLS) for task in trial.train
+                dataclasses.replace(task, calls=CALLS)
+                for task in trial.train
+                if isinstance(task, Calls)
             ),
         )
         for trial in at_best
@@ -152,14 +154,14 @@ def rows(
 
 def stages(trial: Trial, device: str, **unused: Any) -> Stages:
     """Train a model, look at its keys, and hinder it at empty lines."""
-    model = yield from trained(trial, device)
+    model = yield from train_trial(trial, device)
     test: Any = trial.tests[TEST]
     task = dataclasses.replace(test, calls=CALLS)
     tokens = task.batch(ROWS_AT_ONCE, seed=2**31, device=DEVICE).tokens
     of = {"variant": trial.variant, "seed": trial.seed, "lr": trial.lr}
     found = heads(model, tokens, task)
     for hindrance in HINDERED[trial.variant]:
-        with hindered(model, task, **hindrance):
+        with hinder(model, task, **hindrance):
             row = NOT_HINDERED | hindrance | by_call(model, task)
         if hindrance:
             del row["program"]  # once is enough
@@ -204,8 +206,8 @@ def by_call(model: LanguageModel, task: Calls) -> dict[str, Any]:
                 counted = (in_last[..., None] * of_times).sum((0, 1))
                 by_times.setdefault(new, []).append(counted)
     found: dict[str, Any] = {"program": program, "said": first}
-    for name, x in (totals | by_times).items():
-        found[name] = torch.stack(x).sum(0).tolist()
+    for name, counts in (totals | by_times).items():
+        found[name] = torch.stack(counts).sum(0).tolist()
     return found
 
 
@@ -279,7 +281,7 @@ def digits_of(numbers: Iterable[Tensor]) -> list[float]:
 
 
 @contextmanager
-def hindered(
+def hinder(
     model: LanguageModel,
     task: Calls,
     unwritten: int = 0,

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 
 from fastweights_lab.bench.timing import Row
-from fastweights_lab.bench.trained_inputs import BASE, trained_model
+from fastweights_lab.bench.trained import BASE, trained_model
 from fastweights_lab.experiments.learned_gates import recurrence_inputs
 from fastweights_lab.text import corpus
 
