@@ -106,7 +106,7 @@ def called(functions: dict[str, Any]) -> Iterator[list[str]]:
 def narrows(model: LanguageModel) -> bool:
     """Whether a pool of the model's states may have S in bf16."""
     try:
-        StatePool(model, 1, 1, dtype=torch.bfloat16)
+        StatePool(model, 1, 1, state_dtype=torch.bfloat16)
     except ValueError:
         return False
     return True

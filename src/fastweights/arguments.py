@@ -276,10 +276,11 @@ def check_numbers(need: str, /, **values: float) -> None:
             raise ValueError(f"{name}: got {x}, need a finite number")
 
 
-def check_dtype(dtype: torch.dtype | None) -> None:
+def check_dtype(dtype: torch.dtype | None, name: str = "dtype") -> None:
     """Raise TypeError unless parameters can have it; None is PyTorch's."""
     if dtype is not None and dtype not in DTYPES:
-        raise TypeError(f"dtype: got {_describe(dtype)}, need one of {DTYPES}")
+        got = _describe(dtype)
+        raise TypeError(f"{name}: got {got}, need one of {DTYPES}")
 
 
 def _describe(x: object) -> str:

@@ -34,7 +34,9 @@ NARROW = [
 def test_states_in_bf16(kind):
     """Half the bytes, after a prompt, after steps; near to what it was."""
     m, text = make_model((kind,)).float(), torch.arange(27) % 31
-    pools = [StatePool(m, 2, 40, dtype=x) for x in (None, torch.bfloat16)]
+    pools = [
+        StatePool(m, 2, 40, state_dtype=x) for x in (None, torch.bfloat16)
+    ]
     found = []
     for pool in pools:
         row = pool.acquire()
@@ -51,9 +53,11 @@ def test_states_in_bf16(kind):
 def test_states_that_bf16_cannot_hold():
     with pytest.raises(ValueError, match="for a model with mamba, mlstm"):
         m = make_model(("mlstm", "mamba", "gla"))
-        StatePool(m, 2, 40, dtype=torch.bfloat16)
+        StatePool(m, 2, 40, state_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"got torch\.float16, need"):
-        StatePool(make_model(("gla",)), 2, 40, dtype=torch.float16)
+        StatePool(make_model(("gla",)).float(), 2, 40, state_dtype=torch.half)
+    with pytest.raises(ValueError, match=r"for a model in torch\.float64"):
+        StatePool(make_model(("gla",)), 2, 40, state_dtype=torch.bfloat16)
 
 
 def alone(m, prompt, new):
@@ -88,7 +92,7 @@ def test_fifty_requests_through_one_pool(pattern):
     tokens, batches are filled up with -1, and rows are used again.
     """
     m, draw = make_model(pattern), random.Random(1)
-    pool = StatePool(m, size=5, capacity=40)
+    pool = StatePool(m, num_rows=5, tokens_per_row=40)
     where = [t.data_ptr() for s in pool.states for t in s.tensors().values()]
     generator = torch.Generator().manual_seed(2)
 
@@ -176,7 +180,9 @@ def goes_on(m, pool, row, prompt, new):
 def test_a_row_is_restored_whichever_layers_have_keys(pattern):
     """From another pool's snapshot, and from states of the model's own."""
     m, text = make_model(pattern), token_ids(20)
-    pool, other = (StatePool(m, size=2, capacity=20) for _ in range(2))
+    pool, other = (
+        StatePool(m, num_rows=2, tokens_per_row=20) for _ in range(2)
+    )
     row = other.acquire()
     logits_of(m, other, [row], 13, text[None, :13])
     _, own = m(text[None, :12])
@@ -199,7 +205,7 @@ def test_a_row_is_restored_whichever_layers_have_keys(pattern):
 def test_a_row_that_decodes_beside_prompts(told):
     """Each row has room up to its own last token; a refusal counts nothing."""
     m, text = make_model(HYBRID), token_ids(40)
-    pool = StatePool(m, size=2, capacity=10)
+    pool = StatePool(m, num_rows=2, tokens_per_row=10)
     a = pool.acquire()
     logits_of(m, pool, [a], 5, text[None, :5])
     offsets = torch.tensor([0, 1, 6])
@@ -223,7 +229,7 @@ def test_a_row_that_decodes_beside_prompts(told):
 @torch.no_grad()
 def test_the_most_of_a_call_is_taken_for_each_row_until_there_is_no_room():
     m, text = make_model(HYBRID), token_ids(40)
-    pool = StatePool(m, size=2, capacity=10)
+    pool = StatePool(m, num_rows=2, tokens_per_row=10)
     a, offsets = pool.acquire(), torch.tensor([0, 1, 5])
     for n in range(7):
         b, packed = pool.acquire(), torch.cat([text[n : n + 1], text[:4]])
@@ -240,7 +246,7 @@ def test_the_most_of_a_call_is_taken_for_each_row_until_there_is_no_room():
 def test_calls_with_more_tokens_than_was_said():
     """And states that go on: what a row has read is asked of the device."""
     m, (text, new) = make_model(HYBRID), token_ids(2, 9)
-    pool = StatePool(m, size=1, capacity=20)
+    pool = StatePool(m, num_rows=1, tokens_per_row=20)
     row = pool.acquire()
     logits_of(m, pool, [row], 2, text[None, :6])
     assert goes_on(m, pool, row, text[:6], text[6:])
@@ -254,7 +260,7 @@ def test_calls_with_more_tokens_than_was_said():
 @torch.no_grad()
 def test_a_call_without_any_row_beside_a_full_one():
     m, text = make_model(HYBRID), token_ids(8)
-    pool = StatePool(m, size=1, capacity=8)
+    pool = StatePool(m, num_rows=1, tokens_per_row=8)
     row = pool.acquire()
     logits_of(m, pool, [row], 8, text[None])
     before = [state.clone() for state in pool.states]
@@ -280,7 +286,7 @@ def test_made_in_one_mode_and_used_in_another(made, used):
     m, text = make_model(SEVERAL).float(), token_ids(20)
     plain = [s.tensors() for s in StatePool(m, 1, 20).states]
     with made():
-        pool = StatePool(m, size=2, capacity=20)
+        pool = StatePool(m, num_rows=2, tokens_per_row=20)
         row = pool.acquire()
     kinds = [
         {name: x.dtype for name, x in state.tensors().items()}
@@ -300,7 +306,7 @@ def test_made_in_one_mode_and_used_in_another(made, used):
 
 
 def test_what_a_pool_refuses():
-    pool = StatePool(make_model(("softmax",)), size=2, capacity=8)
+    pool = StatePool(make_model(("softmax",)), num_rows=2, tokens_per_row=8)
     first = pool.acquire()
     for rows in ([1 - first], torch.tensor([1 - first])):
         with pytest.raises(ValueError, match="need one that is taken"):
@@ -338,23 +344,27 @@ def test_what_a_pool_refuses():
     ],
 )
 def test_rows_and_tokens_that_cannot_be_meant(rows, tokens, kind, message):
-    pool = StatePool(make_model(("gated_deltanet",)), size=2, capacity=8)
+    pool = StatePool(
+        make_model(("gated_deltanet",)), num_rows=2, tokens_per_row=8
+    )
     pool.free = {}
     with pytest.raises(kind, match=f"^{message}"):
         pool.states_for(rows, tokens)
 
 
-@pytest.mark.parametrize("size, capacity", [(0, 8), (2.0, 8), (2, -7)])
-def test_a_pool_of_no_size(size, capacity):
+@pytest.mark.parametrize(
+    "num_rows, tokens_per_row", [(0, 8), (2.0, 8), (2, -7)]
+)
+def test_a_pool_of_no_size(num_rows, tokens_per_row):
     with pytest.raises(
         (TypeError, ValueError), match=r": got .*, need an int"
     ):
-        StatePool(make_model(("gated_deltanet",)), size, capacity)
+        StatePool(make_model(("gated_deltanet",)), num_rows, tokens_per_row)
 
 
 def test_a_full_row_is_named_and_gradients_are_refused():
     m = make_model(("softmax",))
-    pool = StatePool(m, size=1, capacity=4)
+    pool = StatePool(m, num_rows=1, tokens_per_row=4)
     row = pool.acquire()
     tokens = torch.zeros(1, 2, dtype=torch.int64)
     with torch.no_grad():
@@ -376,7 +386,7 @@ def test_a_rows_ways_cost_the_same_in_any_pool():
 
     def steps(size):
         pool = StatePool(
-            make_model(("gated_deltanet",)), size=size, capacity=8
+            make_model(("gated_deltanet",)), num_rows=size, tokens_per_row=8
         )
         seen = 0
 

@@ -58,9 +58,9 @@ def state_after(model, drawn, *, company, batch_invariant):
     """Of one request, in bits, that has drawn so many tokens."""
     engine = make_engine(
         model,
-        size=6,
-        capacity=400,
-        prefill_tokens=96,
+        num_rows=6,
+        tokens_per_row=400,
+        max_prefill_tokens=96,
         batch_invariant=batch_invariant,
     )
     first, *others = make_prompts(221, 300, 1, 5, 9, 3, 12)
@@ -105,7 +105,7 @@ def test_company_changes_no_bit_on_a_gpu(pattern):
 
 
 def test_prompts_are_read_in_pieces_between_tokens():
-    engine = make_engine(size=4)
+    engine = make_engine(num_rows=4)
     short, *rest = make_prompts(4, 30, 12, 3)
     first = engine.add(short, 20)
     engine.step()
@@ -122,7 +122,7 @@ def test_prompts_are_read_in_pieces_between_tokens():
 
 def test_where_rows_are_scarce_prompts_are_read_together():
     """Many rows that go on wait for no prompt alone, if it waits not long."""
-    engine = make_engine(size=8, prefill_tokens=32)
+    engine = make_engine(num_rows=8, max_prefill_tokens=32)
     some = make_prompts(*[5] * 12)
     for prompt in some[:8]:
         engine.add(prompt, 4)
@@ -133,7 +133,7 @@ def test_where_rows_are_scarce_prompts_are_read_together():
     run_engine(engine)
     assert sizes == [[4] * 8, [4] * 4]
     for others, steps in ([8], 8 * STEPS_PER_PREFILL), ([], 1):
-        engine = make_engine(size=8)
+        engine = make_engine(num_rows=8)
         for prompt in some[:7]:
             engine.add(prompt, 40)
         while len(engine.running) < 7:
@@ -147,7 +147,7 @@ def test_where_rows_are_scarce_prompts_are_read_together():
 
 
 def test_a_full_pool_has_requests_wait_in_turn():
-    engine, some = make_engine(size=2), make_prompts(*[5] * 7)
+    engine, some = make_engine(num_rows=2), make_prompts(*[5] * 7)
     requests = [engine.add(prompt, 3) for prompt in some]
     assert [x.done for x in requests] == [False] * 7
     assert [x.unread for x in requests] == [4] * 7
@@ -206,7 +206,7 @@ def test_logits_that_are_not_finite_end_their_request_alone():
     ]
     ref = [generate_alone(model, x, 6) for x in some]
     model.embedding.weight.data[bad] = torch.nan
-    engine = make_engine(model, size=2)
+    engine = make_engine(model, num_rows=2)
     requests = [engine.add(x, 6) for x in some]
     run_engine(engine)
     assert requests[1].finish_reason == "not finite"
@@ -224,7 +224,8 @@ def test_logits_that_are_not_finite_end_their_request_alone():
             ValueError,
             "prompt: got 56 tokens and max_n",
         ),
-        ({"prompt": [1, 2]}, ValueError, "prompts: got list"),
+        ({"prompt": [1, 2]}, TypeError, "prompt: got list"),
+        ({"prompt": torch.ones(2)}, TypeError, "prompt: got torch.float32"),
         ({"seed": -1}, ValueError, "seed: got -1, need 0 to"),
         ({"seed": 1.0}, TypeError, "seed: got float, need an int"),
         ({"stop": 31}, ValueError, "stop: got 31, need tokens"),
@@ -241,7 +242,7 @@ def test_what_an_engine_does_not_take(refused, kind, message):
 
 
 def test_a_model_whose_states_stay_takes_any_length():
-    engine = make_engine(served_model(("gated_deltanet",)), capacity=1)
+    engine = make_engine(served_model(("gated_deltanet",)), tokens_per_row=1)
     request = engine.add(torch.arange(20), 12)
     run_engine(engine)
     assert len(request.new_tokens) == 12
@@ -270,7 +271,7 @@ def test_thousands_of_requests_and_steps_in_any_order(steps):
     """Added, forked, cancelled: each right, nothing lost, memory as before."""
     others = all_tensors()  # of other tests: none of them may go meanwhile
     model = served_model(("gated_deltanet",), num_layers=1, dim=8, head_dim=4)
-    engine, draw = make_engine(model, prefix_bytes=3000), random.Random(0)
+    engine, draw = make_engine(model, max_prefix_bytes=3000), random.Random(0)
     answer = functools.cache(functools.partial(generate_alone, model))
     texts = [tuple(x.tolist()) for x in make_prompts(1, 2, 9, 17, 30, 8)]
     begun, came, ended = {}, {}, 0

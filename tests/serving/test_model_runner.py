@@ -77,7 +77,7 @@ def test_what_fills_a_read_up_changes_nothing(pattern, monkeypatch):
     """Tokens after all sequences, and rows that read none of them."""
     monkeypatch.setattr(model_runner, "CapturedStep", Python)
     exact, filled = (
-        make_engine(served_model(pattern), size=4, prefill_tokens=40)
+        make_engine(served_model(pattern), num_rows=4, max_prefill_tokens=40)
         for _ in range(2)
     )
     filled.runner.captures_prefills = True
@@ -109,7 +109,9 @@ def test_captured_reads_are_those_in_python(pattern, captured, monkeypatch):
     model = make_served_model(pattern).to("cuda", torch.bfloat16)
 
     def answers():
-        engine = make_engine(model, size=6, capacity=400, prefill_tokens=400)
+        engine = make_engine(
+            model, num_rows=6, tokens_per_row=400, max_prefill_tokens=400
+        )
         requests = [
             engine.add(x, 9) for x in make_prompts(*PROMPT_LENGTHS, 300) * 4
         ]

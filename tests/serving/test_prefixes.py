@@ -22,7 +22,7 @@ def test_a_prompt_goes_on_from_one_that_began_alike(batch_invariant):
     model = served_model()
     (text,) = make_prompts(40)
     engine = make_engine(
-        model, prefix_bytes=10**6, batch_invariant=batch_invariant
+        model, max_prefix_bytes=10**6, batch_invariant=batch_invariant
     )
     sizes = record_prefills(engine)
 
@@ -43,11 +43,11 @@ def test_a_prompt_goes_on_from_one_that_began_alike(batch_invariant):
 
 
 def test_prefixes_are_bounded_and_the_least_used_goes():
-    engine, some = make_engine(prefix_bytes=1), make_prompts(9, 9, 9)
+    engine, some = make_engine(max_prefix_bytes=1), make_prompts(9, 9, 9)
     engine.add(some[0], 1)
     run_engine(engine)
     assert len(engine.prefix_cache) == engine.prefix_cache.nbytes == 0
-    engine = make_engine(prefix_bytes=10**6)
+    engine = make_engine(max_prefix_bytes=10**6)
     one = engine.pool.snapshot(engine.pool.acquire())
     first, second, third = (PrefixHasher().key([n], 1) for n in range(3))
     size = len(first.digest) + sum(state.nbytes for state in one)
@@ -73,8 +73,8 @@ def test_a_long_prompts_keys_take_memory_by_its_length_alone():
         make_served_model(
             ("gated_deltanet",), num_layers=1, dim=8, head_dim=4
         ),
-        prefill_tokens=2048,
-        prefix_bytes=10**6,
+        max_prefill_tokens=2048,
+        max_prefix_bytes=10**6,
     )
     (prompt,) = make_prompts(2**17)
     engine.add(prompt, 1)

@@ -14,7 +14,7 @@ from support.serving_cases import (
 @pytest.mark.parametrize("steps", [0, 1, 2, 6, 30])
 def test_forks_share_what_was_read(steps):
     """Of a request that waits, that reads, that draws, and that is done."""
-    model, engine = served_model(), make_engine(size=2)
+    model, engine = served_model(), make_engine(num_rows=2)
     (prompt,), sizes = make_prompts(19), record_prefills(engine)
     request = engine.add(prompt, 9, temperature=1.0, seed=3)
     for _ in range(steps):
@@ -66,7 +66,7 @@ def test_what_waits_for_a_request_that_may_be_cancelled(goes_on):
 
 @pytest.mark.parametrize("steps", range(7))
 def test_a_request_is_cancelled_at_any_time(steps):
-    model, engine = served_model(), make_engine(size=2)
+    model, engine = served_model(), make_engine(num_rows=2)
     requests = [engine.add(prompt, 4) for prompt in make_prompts(20, 3, 11)]
     for _ in range(steps):
         engine.step()

@@ -24,7 +24,11 @@ served_model = functools.cache(make_served_model)
 
 
 def make_engine(model=None, **options):
-    options = {"size": 3, "capacity": 64, "prefill_tokens": 8} | options
+    options = {
+        "num_rows": 3,
+        "tokens_per_row": 64,
+        "max_prefill_tokens": 8,
+    } | options
     return Engine(served_model() if model is None else model, **options)
 
 
@@ -63,7 +67,7 @@ def run_engine(engine, most=500):
             found.setdefault(request, []).append(token)
         most -= 1
         assert most
-    assert len(engine.pool.free) == engine.pool.size
+    assert len(engine.pool.free) == engine.pool.num_rows
     return found
 
 

@@ -52,7 +52,7 @@ def read_by_tokens(model, tokens, states):
 def check_rows_of_a_pool(case, device, budget):
     """Tokens of rows 2, 1, none and 0 are one pass's; row 3 stays as it is."""
     model = make_model_of(case, device)
-    pool = StatePool(model, 4, capacity=8)
+    pool = StatePool(model, 4, tokens_per_row=8)
     rows = [pool.acquire() for _ in range(3)][::-1]
     tokens = torch.randint(VOCAB_SIZE, (3, 3), device=device)
     before = [

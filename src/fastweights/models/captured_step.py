@@ -31,15 +31,15 @@ class CapturedStep:
     on it is captured, and what it reads and writes stays where it is.
 
     Args:
-        tokens_per_row: that a step reads.
+        tokens_per_step: that a step reads.
         graph_pool: a handle of memory that other captured steps use too, of
             which no two run at a time; None: it has its own.
     """
 
     def __init__(
-        self, tokens_per_row: int = 1, graph_pool: Any = None
+        self, tokens_per_step: int = 1, graph_pool: Any = None
     ) -> None:
-        self.tokens_per_row, self.graph_pool = tokens_per_row, graph_pool
+        self.tokens_per_step, self.graph_pool = tokens_per_step, graph_pool
         self.graph: torch.cuda.CUDAGraph | None = None
         self.room, self.warm = 0, False
 
@@ -52,14 +52,14 @@ class CapturedStep:
             return step(states)
         with_keys = [s for s in states if s is not None and s.keys is not None]
         most = max((s.tokens_read for s in with_keys), default=0)
-        used = most + self.tokens_per_row
+        used = most + self.tokens_per_step
         if self.graph is None or (with_keys and used > self.room):
             self._capture(step, states, used)
         assert self.graph is not None
         record_run("graph step")
         self.graph.replay()
         for state in with_keys:
-            state.tokens_read += self.tokens_per_row
+            state.tokens_read += self.tokens_per_step
         return states
 
     def _capture(

@@ -22,9 +22,9 @@ Integers = Sequence[int] | Int[Tensor, " B"]
 
 
 class StatePool:
-    """The states of up to ``size`` sequences, one row of each tensor for each.
+    """The states of ``num_rows`` sequences, one row of each tensor for each.
 
-        pool = StatePool(model, size=64, capacity=4096)
+        pool = StatePool(model, num_rows=64, tokens_per_row=4096)
         row = pool.acquire()                         # a request comes
         with torch.no_grad(), pool.states_for([row], len(prompt)) as states:
             logits, _ = model(prompt[None], states)
@@ -42,10 +42,11 @@ class StatePool:
 
     Args:
         model: whose states they are.
-        size: rows.
-        capacity: tokens per row that softmax attention has room for.
-        dtype: of the recurrences' states S; None is theirs, fp32. bf16 is
-            half the memory, for layers of the family, at an error that
+        num_rows: how many sequences it has room for.
+        tokens_per_row: that softmax attention has room for.
+        state_dtype: of the recurrences' states S; None is theirs, fp32 (fp64
+            in an fp64 model). bf16 is half the memory, for layers of the
+            family, at an error that
             :data:`fastweights.serving.NARROW_STATE_DTYPES` states.
 
     Raises:
@@ -55,34 +56,36 @@ class StatePool:
     def __init__(
         self,
         model: LanguageModel,
-        size: int,
-        capacity: int,
+        num_rows: int,
+        tokens_per_row: int,
         *,
-        dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         if not hasattr(model, "preallocate_states"):
             raise TypeError(
                 f"model: got {type(model).__name__}, need a LanguageModel"
             )
-        check_sizes(size=size, capacity=capacity)
-        check_dtype(dtype)
+        check_sizes(num_rows=num_rows, tokens_per_row=tokens_per_row)
+        check_dtype(state_dtype, "state_dtype")
         device = model.embedding.weight.device
         with (
             torch.inference_mode(False),
             torch.no_grad(),
             torch.autocast(device.type, enabled=False),
         ):
-            token = torch.zeros(size, 1, dtype=torch.int64, device=device)
-            _, states = model(token, model.preallocate_states(size, capacity))
+            token = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)
+            empty = model.preallocate_states(num_rows, tokens_per_row)
+            _, states = model(token, empty)
             self.states: list[LayerState] = [
                 state for state in states if state is not None
             ]
-            if dtype is not None:
-                self._narrow_to(dtype, {*model.config.layer_types})
-        self.device, self.size, self.capacity = device, size, capacity
+            if state_dtype is not None:
+                self._narrow_to(state_dtype, {*model.config.layer_types})
+        self.device, self.num_rows = device, num_rows
+        self.tokens_per_row = tokens_per_row
         # The last is the next to be acquired.
-        self.free = dict.fromkeys(reversed(range(size)))
-        self.tokens_read = [0] * size
+        self.free = dict.fromkeys(reversed(range(num_rows)))
+        self.tokens_read = [0] * num_rows
         """Tokens that each row has read, at most."""
         self.has_keys = any(s.keys is not None for s in self.states)
         self._clear(slice(None))
@@ -95,16 +98,24 @@ class StatePool:
         }
         if others := sorted(layer_types - family - {"softmax"}):
             raise ValueError(
-                f"dtype: got {dtype} for a model with {', '.join(others)}, "
-                f"need None, or layers of {', '.join(sorted(family))}"
+                f"state_dtype: got {dtype} for a model with "
+                f"{', '.join(others)}, need None, or layers of "
+                f"{', '.join(sorted(family))}"
             )
         if dtype not in (torch.float32, *NARROW_STATE_DTYPES):
             raise ValueError(
-                f"dtype: got {dtype}, need torch.float32 or torch.bfloat16"
+                f"state_dtype: got {dtype}, need torch.float32 or "
+                "torch.bfloat16"
             )
         for state in self.states:
-            if state.S is not None:
-                state.S = state.S.to(dtype)
+            if state.S is None:
+                continue
+            if state.S.dtype == torch.float64:
+                raise ValueError(
+                    f"state_dtype: got {dtype} for a model in torch.float64, "
+                    "need None"
+                )
+            state.S = state.S.to(dtype)
 
     def _clear(self, rows: int | slice) -> None:
         fields = [pair for s in self.states for pair in s.tensors().items()]
@@ -121,7 +132,7 @@ class StatePool:
         """
         if not self.free:
             raise RuntimeError(
-                f"pool: got a sequence more than its {self.size} rows"
+                f"pool: got a sequence more than its {self.num_rows} rows"
             )
         row, _ = self.free.popitem()
         return row
@@ -173,8 +184,9 @@ class StatePool:
         Args:
             rows: the row of each sequence, taken before; -1 for none.
             num_tokens: how many each of them reads, or one number, the most
-                that any of them reads. Where such bounds add up to the
-                capacity, the pool asks the device how many a row has read.
+                that any of them reads. Where such bounds add up to
+                ``tokens_per_row``, the pool asks the device how many a row
+                has read.
 
         Raises:
             ValueError: a row is not taken or comes twice, or softmax
@@ -206,7 +218,7 @@ class StatePool:
             raise ValueError(
                 f"num_tokens: got {count_of[row]} for row {row}, which has "
                 f"read {self.tokens_read[row]}, need at most "
-                f"{self.capacity} in all"
+                f"{self.tokens_per_row} in all"
             )
         used = max((self.tokens_read[row] for row in count_of), default=0)
         on_device = torch.tensor(index, device=self.device)
@@ -242,7 +254,7 @@ class StatePool:
         """The rows that may lack room for this many more tokens."""
         if not self.has_keys:
             return []
-        read, most = self.tokens_read, self.capacity
+        read, most = self.tokens_read, self.tokens_per_row
         return [row for row, n in count_of.items() if read[row] + n > most]
 
     def _recount(self) -> None:
@@ -266,7 +278,7 @@ class StatePool:
         for row in index:
             check_integers(**{name: row})
         taken = [row for row in index if row != -1 or not allow_no_row]
-        size = self.size
+        size = self.num_rows
         if not index or not all(0 <= row < size for row in taken):
             need = f"rows of the pool, 0 to {size - 1}"
             raise ValueError(f"{name}: got {index}, need {need}")

@@ -127,22 +127,22 @@ def as_prompts(prompts: Prompts, vocab_size: int) -> list[Int[Tensor, " _"]]:
     prompts = list(prompts)
     if not prompts:
         raise ValueError("prompts: got none, need one or more")
-    for x in prompts:
-        if not isinstance(x, Tensor) or x.dim() != 1 or not len(x):
-            got = (
-                f"shape {list(x.shape)}"
-                if isinstance(x, Tensor)
-                else f"{type(x).__name__}"
-            )
-            raise ValueError(
-                f"prompts: got {got}, need tensors of one token or more, "
-                "[T] each"
-            )
-        if x.is_floating_point() or x.dtype == torch.bool:
-            raise ValueError(f"prompts: got {x.dtype}, need integers")
-        if is_readable(x):
-            check_ids("prompts", [int(x.min()), int(x.max())], vocab_size)
-    return [x.to(torch.int64) for x in prompts]
+    return [as_prompt("prompts", x, vocab_size) for x in prompts]
+
+
+def as_prompt(name: str, x: Tensor, vocab_size: int) -> Int[Tensor, " T"]:
+    """A prompt as int64; raises unless it has one token [T] or more."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, need tensors [T]")
+    if x.dim() != 1 or not len(x):
+        raise ValueError(
+            f"{name}: got shape {list(x.shape)}, need one token or more, [T]"
+        )
+    if x.is_floating_point() or x.dtype == torch.bool:
+        raise TypeError(f"{name}: got {x.dtype}, need integers")
+    if is_readable(x):
+        check_ids(name, [int(x.min()), int(x.max())], vocab_size)
+    return x.to(torch.int64)
 
 
 def as_stops(

@@ -17,7 +17,7 @@ from torch import Tensor
 from fastweights.arguments import check_flags, check_sizes
 from fastweights.models.model import LanguageModel
 from fastweights.models.pool import StatePool
-from fastweights.models.streaming import as_prompts, as_stops, check_sampling
+from fastweights.models.streaming import as_prompt, as_stops, check_sampling
 from fastweights.serving.model_runner import ModelRunner
 from fastweights.serving.prefixes import PrefixCache
 from fastweights.serving.request import Request, as_seed
@@ -34,14 +34,14 @@ RunningStep = tuple[list[Request], list[int], Callable[[], list[int]]]
 class Engine:
     """Answers to many prompts at once, by a model on one device.
 
-        engine = Engine(model, size=64, capacity=8192)
+        engine = Engine(model, num_rows=64, tokens_per_row=8192)
         request = engine.add(prompt, max_new_tokens=100)
         while engine.busy:
             for request, token in engine.step():
                 ...
 
-    Requests wait for one of ``size`` rows in the order in which they came.
-    What they have to read goes in packed, at most ``prefill_tokens`` per
+    Requests wait for one of ``num_rows`` rows in the order in which they came.
+    What they have to read goes in packed, at most ``max_prefill_tokens`` a
     step, between the tokens of those that have read it. On a GPU a step is
     captured, as in :meth:`.LanguageModel.generate`, and so are prefills, each
     filled up to a power of 2, by layers of the family; a hook has to be there
@@ -51,44 +51,47 @@ class Engine:
     takes part in its steps changes no bit (but of mLSTM's on a CPU). Products
     of a packed batch add up in an order that depends on its length, which
     changes states by 1e-8 to 1e-6 of their size in fp32. ``batch_invariant``
-    has each prompt read alone, in pieces from multiples of ``prefill_tokens``
-    on: this changes no bit either, and many short prompts take longer then.
+    has each prompt read alone, in pieces from multiples of
+    ``max_prefill_tokens`` on: this changes no bit either, and many short
+    prompts take longer then.
 
     Args:
         model: whose answers they are.
-        size: rows, of requests that go on together.
-        capacity: tokens per row that softmax attention has room for.
-        prefill_tokens: of prompts, at most, that a step reads.
-        prefix_bytes: of states that are kept after prompts and after each
-            multiple of ``prefill_tokens`` in one, for prompts that begin
+        num_rows: how many requests go on together.
+        tokens_per_row: that softmax attention has room for.
+        max_prefill_tokens: of prompts, at most, that a step reads.
+        max_prefix_bytes: of states that are kept after prompts and after each
+            multiple of ``max_prefill_tokens`` in one, for prompts that begin
             alike, and of their keys; what was not used for longest goes
             first.
-        dtype: of the recurrences' states, as of :class:`StatePool`.
+        state_dtype: of the recurrences' states, as of :class:`StatePool`.
         batch_invariant: whether bits are the same whoever else is there.
 
     Raises:
-        ValueError: a size is too small, or S of some layer cannot have that
-            dtype.
+        ValueError: a number is too small, or S of some layer cannot have
+            that dtype.
     """
 
     def __init__(
         self,
         model: LanguageModel,
         *,
-        size: int = 64,
-        capacity: int = 8192,
-        prefill_tokens: int = 2048,
-        prefix_bytes: int = 0,
-        dtype: torch.dtype | None = None,
+        num_rows: int = 64,
+        tokens_per_row: int = 8192,
+        max_prefill_tokens: int = 2048,
+        max_prefix_bytes: int = 0,
+        state_dtype: torch.dtype | None = None,
         batch_invariant: bool = False,
     ) -> None:
-        check_sizes(prefill_tokens=prefill_tokens)
+        check_sizes(max_prefill_tokens=max_prefill_tokens)
         check_flags(batch_invariant=batch_invariant)
-        self.pool = StatePool(model, size, capacity, dtype=dtype)
+        self.pool = StatePool(
+            model, num_rows, tokens_per_row, state_dtype=state_dtype
+        )
         self.runner = ModelRunner(model, self.pool)
-        self.prefix_cache = PrefixCache(prefix_bytes)
+        self.prefix_cache = PrefixCache(max_prefix_bytes)
         self.model, self.batch_invariant = model, batch_invariant
-        self.prefill_tokens = prefill_tokens
+        self.max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
         self.running: list[Request] = []
@@ -123,14 +126,14 @@ class Engine:
                 no room for so many tokens.
         """
         vocab_size = self.model.config.vocab_size
-        (tokens,) = as_prompts([prompt], vocab_size)
+        tokens = as_prompt("prompt", prompt, vocab_size)
         check_sampling(max_new_tokens, temperature, top_p, None)
         length = len(tokens) + max_new_tokens
-        if self.pool.has_keys and length > self.pool.capacity:
+        if self.pool.has_keys and length > self.pool.tokens_per_row:
             raise ValueError(
                 f"prompt: got {len(tokens)} tokens and max_new_tokens="
-                f"{max_new_tokens}, need at most {self.pool.capacity} "
-                "together, the capacity"
+                f"{max_new_tokens}, need at most {self.pool.tokens_per_row} "
+                "together, tokens_per_row"
             )
         stop_tokens = frozenset(as_stops(stop, vocab_size))
         sampling = temperature, top_p, stop_tokens, as_seed(seed)
@@ -177,7 +180,9 @@ class Engine:
             self.prefilling.append(request)
             states, request.initial_states = request.initial_states, None
             if states is None:
-                multiple = self.prefill_tokens if self.batch_invariant else 1
+                multiple = (
+                    self.max_prefill_tokens if self.batch_invariant else 1
+                )
                 tokens = request.all_tokens[:-1]
                 states = self.prefix_cache.longest(tokens, multiple)
             if states is not None:
@@ -186,10 +191,12 @@ class Engine:
 
     def _prefill(self) -> None:
         """Read the next tokens of prompts, unless more are worth a wait."""
-        pieces, room = [], self.prefill_tokens
+        pieces, room = [], self.max_prefill_tokens
         for request in self.prefilling:
-            place = self.pool.tokens_read[request.row] % self.prefill_tokens
-            n = min(request.unread, self.prefill_tokens - place)
+            place = (
+                self.pool.tokens_read[request.row] % self.max_prefill_tokens
+            )
+            n = min(request.unread, self.max_prefill_tokens - place)
             if self.batch_invariant and n > room:
                 room = 0
             n = min(n, room)
@@ -198,7 +205,7 @@ class Engine:
                 pieces.append((request, n))
         self._lost_tokens += len(pieces)
         more_come = room and self.running and self.waiting
-        worth_a_wait = STEPS_PER_PREFILL * self.pool.size
+        worth_a_wait = STEPS_PER_PREFILL * self.pool.num_rows
         waits = more_come and self._lost_tokens < worth_a_wait
         if pieces and not waits:
             self._lost_tokens = 0
@@ -217,7 +224,7 @@ class Engine:
             return
         for request in requests:
             read = self.pool.tokens_read[request.row]
-            if read % self.prefill_tokens == 0 or not request.unread:
+            if read % self.max_prefill_tokens == 0 or not request.unread:
                 key = request.hasher.key(request.all_tokens, read)
                 self.prefix_cache.add(key, self.pool.snapshot(request.row))
 

@@ -45,7 +45,9 @@ class ModelRunner:
 
     def __init__(self, model: LanguageModel, pool: StatePool) -> None:
         self.model, self.pool = model, pool
-        zeros = functools.partial(torch.zeros, pool.size, device=pool.device)
+        zeros = functools.partial(
+            torch.zeros, pool.num_rows, device=pool.device
+        )
         ints = functools.partial(zeros, dtype=torch.int64)
         self.rows, self.token, self.drawn_token = ints() - 1, ints(), ints()
         self.sampling = Sampling(
@@ -77,7 +79,7 @@ class ModelRunner:
         counts = [n for _, n in pieces]
         if self.captures_prefills:
             T = next_power_of_2(max(len(tokens), MIN_CAPTURED_PREFILL))
-            N = min(next_power_of_2(len(rows)), self.pool.size)
+            N = min(next_power_of_2(len(rows)), self.pool.num_rows)
             if (T, N) not in self.prefills:
                 self.prefills[T, N] = CapturedPrefill(self, T, N)
             self.prefills[T, N](tokens, offsets, rows)
@@ -113,7 +115,7 @@ class ModelRunner:
         used = max(self.pool.tokens_read[x.row] for x in requests)
         # No matter whose text is the longest.
         blocks = -(-(used + 1) // KEYS_PER_BLOCK)
-        room = min(blocks * KEYS_PER_BLOCK, self.pool.capacity)
+        room = min(blocks * KEYS_PER_BLOCK, self.pool.tokens_per_row)
         for state in self.states:
             if state is not None:
                 state.tokens_read = room - 1
@@ -162,7 +164,7 @@ class CapturedPrefill:
             x.at_unchecked(rows, 0, all_inside=True)
             for x in runner.pool.states
         ]
-        self.pool_rows = range(runner.pool.size)
+        self.pool_rows = range(runner.pool.num_rows)
         self.captured_step = CapturedStep(graph_pool=runner.graph_pool)
 
     def __call__(

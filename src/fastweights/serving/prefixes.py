@@ -42,10 +42,10 @@ class PrefixCache:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        check_integers(prefix_bytes=max_bytes)
+        check_integers(max_prefix_bytes=max_bytes)
         if max_bytes < 0:
             raise ValueError(
-                f"prefix_bytes: got {max_bytes}, need an integer >= 0"
+                f"max_prefix_bytes: got {max_bytes}, need an integer >= 0"
             )
         self.max_bytes, self.nbytes = max_bytes, 0
         self._kept: OrderedDict[PrefixKey, list[LayerState]] = OrderedDict()

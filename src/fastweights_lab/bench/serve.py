@@ -33,7 +33,9 @@ def rows(names: list[str]) -> Iterator[Row]:
         model = make_model(name)
         V = model.config.vocab_size
         prompts = [torch.randint(V, (n,)) for n in lengths]
-        engine = Engine(model, size=ROWS, capacity=T, prefill_tokens=PIECE)
+        engine = Engine(
+            model, num_rows=ROWS, tokens_per_row=T, max_prefill_tokens=PIECE
+        )
         asked = list(zip(prompts, answers, strict=True))
         _serve(engine, asked[: 2 * ROWS])  # kernels are compiled
         seconds = elapsed(_serve, engine, asked)
