@@ -204,7 +204,7 @@ def test_documents_of_uneven_length(name, how, monkeypatch):
         each = [before.select(torch.tensor([n])) for n in range(len(spans))]
         state = before.clone()
         if how == "pool":
-            state = state.at(torch.arange(len(spans)), 3)
+            state = state.as_pool(torch.arange(len(spans)), 3)
         y, after = layer(x, state, cu_seqlens)
         assert how == "learned" or after is state
         assert sum(filled) <= 4 * UNEVEN[-1]  # some have two kinds of rows

@@ -19,7 +19,7 @@ class Sum(Layer):
     def compute(self, x, state, cu_seqlens):
         y = x.cumsum(1)
         if state is not None:
-            y = y + state.batch_rows("S")[:, None]
+            y = y + state.batch_field("S")[:, None]
         return y, LayerState(S=y[:, -1].clone())
 
 

@@ -163,7 +163,7 @@ def derivative(name, fast):
         changed = dict(zip(fields, rest[len(names) :], strict=True))
         other = LayerState(
             **{**state.tensors(), **changed},
-            tokens_read=state.tokens_read,
+            read_at_most=state.read_at_most,
         )
         w, last = call(layer, given, (more, other))
         if name == "mlstm":

@@ -55,7 +55,7 @@ def test_in_rows_of_a_pool(name):
     before = pool.clone()
     mine = x[rows, 5:]
     y_ref, states = taken_in(layer, mine, before.select(rows), ACCEPTED)
-    own = pool.at(rows, 5)
+    own = pool.as_pool(rows, 5)
     own.num_accepted = ACCEPTED
     y, _ = layer(mine, own)
     torch.testing.assert_close(y, y_ref, **EXACT)
@@ -78,7 +78,7 @@ class Last(Layer):
     def compute(self, x, state, cu_seqlens):
         y = x.cumsum(1)
         if state is not None:
-            y = y + state.batch_rows("S")[:, None]
+            y = y + state.batch_field("S")[:, None]
         return y, LayerState(S=y[:, -1])
 
 

@@ -74,7 +74,9 @@ def test_moved_and_cloned(name):
     away = state.to("meta").tensors()
     assert all(t.is_meta for t in away.values())
     copied = state.clone()
-    assert equal(copied, state) and copied.tokens_read == state.tokens_read
+    assert equal(copied, state) and state in [copied, state]
+    assert state != copied and len({state, copied}) == 2
+    assert copied.read_at_most == state.read_at_most
     assert not set(places(copied).values()) & set(places(state).values())
     for t in copied.tensors().values():
         t.zero_()
@@ -104,7 +106,7 @@ def test_rows_copied_in(name):
     _, new = after(name, 2, 5, seed=1)
     where, rows = places(state), torch.tensor([2, 0])
     middle = state.select(torch.tensor([1]))
-    state.copy_(new, rows)
+    state.copy_(new, rows.int())
     assert places(state) == where
     assert equal(state.select(rows), new)
     assert equal(state.select(torch.tensor([1])), middle)
@@ -121,7 +123,7 @@ def test_rows_copied_into_more_room(name):
     prompts = [hidden(1, n, seed=n) for n in (4, 9, 6)]
     for n, prompt in enumerate(prompts):
         state.copy_(layer(prompt)[1], torch.tensor([n]))
-    assert state.tokens_read == 9 and state.position.tolist() == [4, 9, 6]
+    assert state.read_at_most == 9 and state.num_read.tolist() == [4, 9, 6]
     more, where = hidden(3, 2, seed=1), places(state)
     y, _ = layer(more, state)
     assert places(state) == where
@@ -145,7 +147,7 @@ def test_softmax_grows():
         sizes.append(state.keys.shape[1])
     torch.testing.assert_close(torch.cat(outputs, 1), want)
     assert sorted(set(sizes)) == [1, 2, 4, 8, 16, 32, 64]
-    assert state.tokens_read == 40 and state.position.tolist() == [40, 40]
+    assert state.read_at_most == 40 and state.num_read.tolist() == [40, 40]
 
 
 @torch.no_grad()
@@ -173,23 +175,23 @@ def test_softmax_counts_a_packs_tokens_by_sequence():
     layer(x[:, :8], state, torch.tensor([0, 8, 8]))
     where = places(state)
     for n in (8, 9):
-        state.position[1] = 0
+        state.num_read[1] = 0
         y, _ = layer(x[:, n : n + 8], state, torch.tensor([0, 1, 7]))
         torch.testing.assert_close(y[:, 0], layer(x[:, : n + 1])[0][:, n])
         ref = layer(x[:, n + 1 : n + 7])[0]
         torch.testing.assert_close(y[:, 1:7], ref)
-        assert places(state) == where and state.tokens_read == n + 1
+        assert places(state) == where and state.read_at_most == n + 1
     layer(x[:, :2], state, torch.tensor([0, 1, 2]))
     assert state.keys.shape[1] == 20
     state = layer.preallocate_state(2, 12)
     layer(x[:, :5], state, torch.tensor([0, 5, 5]))
     for n in (5, 6):
-        state.position[1] = 0
+        state.num_read[1] = 0
         layer(x[:, n : n + 7], state, torch.tensor([0, 1, 7]))
     where = places(state)
     y, _ = layer(x[:, 7:9].expand(2, -1, -1), state)
     torch.testing.assert_close(y[:1], layer(x[:, :9])[0][:, 7:])
-    assert places(state) == where and state.tokens_read == 9
+    assert places(state) == where and state.read_at_most == 9
 
 
 @torch.no_grad()
@@ -250,8 +252,8 @@ def test_rows_of_a_pool_made_in_inference_mode():
         _, state = layer(hidden(3, 5))
     rows = torch.tensor([2, 0])
     with pytest.raises(ValueError, match="need one that was not, or that"):
-        layer(hidden(2, 1), state.at(rows, 5))
-    layer(hidden(2, 1), state.clone().at(rows, 5))
+        layer(hidden(2, 1), state.as_pool(rows, 5))
+    layer(hidden(2, 1), state.clone().as_pool(rows, 5))
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -298,8 +300,8 @@ def test_copies_that_do_not_fit():
         state.copy_(after("gated-deltanet", 3, 5)[1])
     with pytest.raises(ValueError, match=r"need \[1, 2"):
         state.copy_(after("gated-deltanet", 2, 5)[1], torch.tensor([0]))
-    with pytest.raises(ValueError, match="need position"):
-        LayerState(S=torch.zeros(1)).batch_rows("position")
+    with pytest.raises(ValueError, match="need num_read"):
+        LayerState(S=torch.zeros(1)).batch_field("num_read")
 
 
 def test_an_empty_state_is_a_start():
@@ -336,7 +338,7 @@ def test_the_state_of_a_layer_of_another_size(case, length):
     with pytest.raises(ValueError, match=said):
         other()(hidden(3, length), state)
     with pytest.raises(ValueError, match=said):
-        other()(hidden(2, length), state.at(torch.tensor([2, 0]), 5))
+        other()(hidden(2, length), state.as_pool(torch.tensor([2, 0]), 5))
     assert equal(state, before)
 
 
@@ -347,8 +349,8 @@ def test_the_state_of_a_layer_of_another_size(case, length):
         ("gated-deltanet", "S", torch.float16, torch.float32),
         ("gated-deltanet", "S", torch.float64, torch.float32),
         ("mlstm", "m", torch.bfloat16, torch.float32),
-        ("softmax", "position", torch.float32, torch.int64),
-        ("ttt-linear", "position", torch.int32, torch.int64),
+        ("softmax", "num_read", torch.float32, torch.int64),
+        ("ttt-linear", "num_read", torch.int32, torch.int64),
         ("softmax", "keys", torch.int64, torch.float64),
     ],
 )
@@ -365,16 +367,16 @@ def test_a_state_of_another_dtype(name, field, dtype, need, length):
 
 @torch.no_grad()
 @refused("""
-s.at([0, 1], 0)
+s.as_pool([0, 1], 0)
     TypeError: rows: got list, need a Tensor
-s.at(torch.ones(2), 0)
+s.as_pool(torch.ones(2), 0)
     TypeError: rows: got torch.float32, need torch.int32 or torch.int64
-s.at(tensor([1, 1]), 0)
+s.as_pool(tensor([1, 1]), 0)
     ValueError: rows: got [1, 1], need each row once
-s.at(tensor([1]), -5)
-    ValueError: tokens_read: got -5, need an integer >= 0
-s.at(tensor([1]), 0.5)
-    TypeError: tokens_read: got float, need an int
+s.as_pool(tensor([1]), -5)
+    ValueError: read_at_most: got -5, need an integer >= 0
+s.as_pool(tensor([1]), 0.5)
+    TypeError: read_at_most: got float, need an int
 s.select([0])
     TypeError: rows: got list, need a Tensor
 s.select(tensor([0, 3]))
@@ -401,4 +403,4 @@ def test_rows_of_a_pool_for_other_sequences(name):
     for count in (1, 3):
         rows = torch.arange(count)
         with pytest.raises(ValueError, match=rf"rows: got shape \[{count}\]"):
-            layer(hidden(2, 1), state.at(rows, 5))
+            layer(hidden(2, 1), state.as_pool(rows, 5))

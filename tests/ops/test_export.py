@@ -37,7 +37,7 @@ def dynamic(state):
         {0: Dim.DYNAMIC} if isinstance(x, torch.Tensor) else Dim.DYNAMIC
         for x in there
         if isinstance(x, torch.Tensor) or x
-    ] + [None] * (state.tokens_read == 0)
+    ] + [None] * (state.read_at_most == 0)
 
 
 PATTERNS = [

@@ -136,10 +136,10 @@ def hidden(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32):
 def contents(state: LayerState) -> dict[str, torch.Tensor]:
     """The tensors of a state; of keys and values only what is in use."""
     found = state.tensors()
-    if state.position is not None and state.keys is not None:
+    if state.num_read is not None and state.keys is not None:
         at = torch.arange(state.keys.shape[1])
-        there = (at < state.position[:, None])[..., None, None]
-        most = int(state.position.max())
+        there = (at < state.num_read[:, None])[..., None, None]
+        most = int(state.num_read.max())
         for name in ("keys", "values"):
             found[name] = (found[name] * there)[:, :most]
     return found

@@ -364,7 +364,7 @@ def states(rank, spread, room):
         near(found, spread.own(logits, rank), "logits")
         for kind, state, expected in zip(kinds, own, want, strict=True):
             for name, x in expected.tensors().items():
-                near(state.batch_rows(name), x, f"{kind}: {name}")
+                near(state.batch_field(name), x, f"{kind}: {name}")
 
 
 def refused_layers(rank):

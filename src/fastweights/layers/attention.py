@@ -140,13 +140,13 @@ class SoftmaxAttention(Layer):
         keys, values = (
             torch.zeros(size, dtype=dtype, device=device) for _ in "kv"
         )
-        position = torch.zeros(num_sequences, dtype=torch.int64, device=device)
-        return LayerState(keys=keys, values=values, position=position)
+        num_read = torch.zeros(num_sequences, dtype=torch.int64, device=device)
+        return LayerState(keys=keys, values=values, num_read=num_read)
 
     def compute(
         self, x: Hidden, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Hidden, LayerState | None]:
-        """y, and the state (keys, values, position) with x's tokens added.
+        """y, and the state (keys, values, num_read) with x's tokens added.
 
         Without gradients the state that came in is enlarged where it is too
         small. With gradients, packed sequences and no state, as in training,
@@ -219,7 +219,7 @@ def attend_with_state(
         k, v = both.chunk(2, -1)
     # No sequence has read a token; asked before one is written in place.
     captured = is_captured(q)
-    is_first = state is None or not (captured or state.tokens_read)
+    is_first = state is None or not (captured or state.read_at_most)
     o = None
     if is_first:
         end = start + T
@@ -231,9 +231,9 @@ def attend_with_state(
     if state is None:
         assert o is not None
         k, v = unpacked.spread(k), unpacked.spread(v)
-        position = unpacked.position_after()
+        num_read = unpacked.num_read_after()
         return o, LayerState(
-            keys=k, values=v, position=position, tokens_read=k.shape[1]
+            keys=k, values=v, num_read=num_read, read_at_most=k.shape[1]
         )
     position = token_positions(k.shape[1], q.device, state, cu_seqlens)
     q_rows, q_position = unpacked, position
@@ -246,7 +246,7 @@ def attend_with_state(
         return o, after
     keys, values = after.tensor("keys"), after.tensor("values")
     if not captured:  # else the room for all tokens that may come
-        keys, values = (x[:, : after.tokens_read] for x in (keys, values))
+        keys, values = (x[:, : after.read_at_most] for x in (keys, values))
     if state.rows is not None:
         rows = clamp_rows(state.rows, keys)
         keys, values = keys[rows], values[rows]
@@ -276,13 +276,13 @@ def append_keys(
     Without gradients they are written in place, into a copy if the state has
     no room for them; with gradients, always into a copy.
     """
-    used, read = state.tokens_read + k.shape[1], unpacked.position_after()
+    used, read = state.read_at_most + k.shape[1], unpacked.num_read_after()
     rows = state.rows
     if unpacked.cu_seqlens is not None:
         # Each token is a row of its own, and of none after the last sequence.
         if rows is None:
             rows = torch.arange(len(read), device=k.device)
-        inside = (rows >= 0) & (rows < len(state.tensor("position")))
+        inside = (rows >= 0) & (rows < len(state.tensor("num_read")))
         used = int(read.where(inside, 0).max())
         rows = F.pad(rows, (0, 1), value=-1)[unpacked.row]
         k, v, position = (x[0][:, None] for x in (k, v, position))
@@ -309,8 +309,8 @@ def append_keys(
         for x, new in ((keys, k), (values, v)):
             new = new[source].to(x.dtype)
             x.index_put_(index, new.where(exists, x[index]))
-    after = LayerState(keys=keys, values=values, position=read)
-    after.tokens_read = max(used, state.tokens_read)
+    after = LayerState(keys=keys, values=values, num_read=read)
+    after.read_at_most = max(used, state.read_at_most)
     return after
 
 

@@ -134,7 +134,7 @@ class LaCT(Layer):
     def compute(
         self, x: Hidden, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Hidden, LayerState]:
-        """y, and the state (S, position, window) after the last tokens.
+        """y, and the state (S, num_read, window) after the last tokens.
 
         S [N, H, 3 P + 1] holds what a head's P weights have learned, their
         momentum, and the sums of the chunk so far; ``window`` the keys and
@@ -154,8 +154,8 @@ class LaCT(Layer):
             unpacked.spread(rotated(k)),
             unpacked.spread(v.unflatten(-1, by_head)),
             self.window,
-            state and state.batch_rows("window"),
-            unpacked.position,
+            state and state.batch_field("window"),
+            unpacked.num_read,
             unpacked.lengths,
         )
         scales, offsets = upcast(self.qk_scale), upcast(self.qk_offset)
@@ -181,16 +181,16 @@ class LaCT(Layer):
             chunk_size=self.chunk_size,
             muon=self.muon,
             prenorm=self.prenorm,
-            initial_state=state and state.batch_rows("S"),
-            position=unpacked.position,
+            initial_state=state and state.batch_field("S"),
+            position=unpacked.num_read,
             lengths=unpacked.lengths,
         )
         o_memory = self.norm(unpacked.pack(o)).unflatten(-1, split)
         o_memory = o_memory * F.silu(self.scale_proj(x))[..., None]
         o = unpacked.pack(o_window).flatten(2) + o_memory.flatten(2)
         y = self.o_proj(o)
-        position = unpacked.position_after()
-        return y, LayerState(S=S, position=position, window=past)
+        num_read = unpacked.num_read_after()
+        return y, LayerState(S=S, num_read=num_read, window=past)
 
     def unit(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         """x at length 1 per head of the memory: x / (|x| + 1e-5)."""

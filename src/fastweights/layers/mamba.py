@@ -113,7 +113,7 @@ class Mamba(Layer):
             y, S = selective_scan(
                 *tensors,
                 **gates,
-                initial_state=state and state.batch_rows("S"),
+                initial_state=state and state.batch_field("S"),
                 cu_seqlens=cu_seqlens,
             )
         return self.o_proj(y), LayerState(S=S, convolution=past)

@@ -99,7 +99,7 @@ class MesaNet(Layer):
             b.sigmoid(),
             ridge.unflatten(0, (H, -1)),
             steps=self.steps,
-            initial_state=state and state.batch_rows("S"),
+            initial_state=state and state.batch_field("S"),
             cu_seqlens=cu_seqlens,
         )
         y = self.o_proj(self.norm(o))

@@ -97,7 +97,7 @@ class MLSTM(Layer):
         else:
             memory = None
             if state is not None:
-                memory = state.batch_rows("S"), state.batch_rows("m")
+                memory = state.batch_field("S"), state.batch_field("m")
             h, (S, m) = mlstm(
                 q, k, v, g, i, initial_state=memory, cu_seqlens=cu_seqlens
             )

@@ -79,7 +79,7 @@ class MultiScaleRetention(FamilyLayer):
     def compute(
         self, x: Hidden, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Hidden, LayerState]:
-        """y, and the state (S, position) after each sequence's last token."""
+        """y, and the state (S, num_read) after each sequence's last token."""
         q, k, v = split_heads(self.qkv_proj(x), self.layout)
         T = x.shape[1]
         start, total = token_offset_and_total(T)
@@ -90,10 +90,10 @@ class MultiScaleRetention(FamilyLayer):
         )
         o, S = run_recurrence(q, k, v, g, state=state, cu_seqlens=cu_seqlens)
         y = self.o_proj(self.norm(o, self.gate_proj(x)))
-        position = token_counts(x, cu_seqlens, state, total)
+        num_read = token_counts(x, cu_seqlens, state, total)
         if state is not None:
-            position = position + state.batch_rows("position")
-        return y, LayerState(S=S, position=position)
+            num_read = num_read + state.batch_field("num_read")
+        return y, LayerState(S=S, num_read=num_read)
 
 
 class LightningAttention(FamilyLayer):

@@ -159,7 +159,7 @@ class TitansMemory(Layer):
     def compute(
         self, x: Hidden, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Hidden, LayerState]:
-        """y, and the state (S, position, convolution) after the last tokens.
+        """y, and the state (S, num_read, convolution) after the last tokens.
 
         S [N, H, 3, P] holds what a head's P weights have learned, their
         momentum, and what they had learned when the chunk began.
@@ -177,13 +177,13 @@ class TitansMemory(Layer):
             g,
             *self.start(),
             chunk_size=self.chunk_size,
-            initial_state=state and state.batch_rows("S"),
-            position=unpacked.position,
+            initial_state=state and state.batch_field("S"),
+            position=unpacked.num_read,
             lengths=unpacked.lengths,
         )
         y = self.o_proj(self.norm(unpacked.pack(o), self.gate_proj(x)))
         return y, LayerState(
-            S=S, position=unpacked.position_after(), convolution=past
+            S=S, num_read=unpacked.num_read_after(), convolution=past
         )
 
     def rates(self, x: Float[Tensor, "B T D"]) -> tuple[Tensor, ...]:

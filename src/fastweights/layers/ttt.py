@@ -119,7 +119,7 @@ class TTTLinear(Layer):
     def compute(
         self, x: Hidden, state: LayerState | None, cu_seqlens: Offsets | None
     ) -> tuple[Hidden, LayerState]:
-        """y, and the state (S, position) after each sequence's last token.
+        """y, and the state (S, num_read) after each sequence's last token.
 
         S [N, H, 2, P] holds what a head's P weights have learned, and the
         gradients of a mini-batch that is not complete.
@@ -141,12 +141,12 @@ class TTTLinear(Layer):
             self.start,
             (self.model_norm_weight, self.model_norm_bias),
             (1 / numbers + offset).clamp_min(0),
-            initial_state=state and state.batch_rows("S"),
-            position=unpacked.position,
+            initial_state=state and state.batch_field("S"),
+            position=unpacked.num_read,
             lengths=unpacked.lengths,
         )
         y = self.o_proj(self.post_norm(unpacked.pack(o).flatten(2)))
-        return y, LayerState(S=S, position=unpacked.position_after())
+        return y, LayerState(S=S, num_read=unpacked.num_read_after())
 
 
 class TTTMLP(TTTLinear):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastweights import torch_internals
 from fastweights.arguments import TENSOR_TYPES
-from fastweights.layers.common.state import with_room
+from fastweights.layers.common.state import first_tokens
 from fastweights.models.model import LanguageModel, LayerStates
 from fastweights.ops.common.backends import record_run
 
@@ -51,7 +51,7 @@ class CapturedStep:
             self.warm = True
             return step(states)
         with_keys = [s for s in states if s is not None and s.keys is not None]
-        most = max((s.tokens_read for s in with_keys), default=0)
+        most = max((s.read_at_most for s in with_keys), default=0)
         used = most + self.tokens_per_step
         if self.graph is None or (with_keys and used > self.room):
             self._capture(step, states, used)
@@ -59,7 +59,7 @@ class CapturedStep:
         record_run("graph step")
         self.graph.replay()
         for state in with_keys:
-            state.tokens_read += self.tokens_per_step
+            state.read_at_most += self.tokens_per_step
         return states
 
     def _capture(
@@ -74,7 +74,7 @@ class CapturedStep:
         here an eighth more than is used, until that is used too.
         """
         room = used + max(SPARE_TOKENS, used // 8)
-        views = [None if s is None else with_room(s, room) for s in states]
+        views = [None if s is None else first_tokens(s, room) for s in states]
         self.graph = None  # its memory is the next one's
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastweights.arguments import check_dtype, check_integers, check_sizes
 from fastweights.layers import LayerState
-from fastweights.layers.common.state import with_room
+from fastweights.layers.common.state import first_tokens
 from fastweights.models.config import LAYERS
 from fastweights.models.model import LanguageModel
 from fastweights.ops.decode import NARROW_STATE_DTYPES
@@ -148,7 +148,7 @@ class StatePool:
         """Copy a row's states, with the keys and values of its tokens only."""
         (row,) = self._checked_rows("row", [row])
         read = self.tokens_read[row]
-        return [with_room(state, read).clone() for state in self._row(row)]
+        return [first_tokens(state, read).clone() for state in self._row(row)]
 
     def restore(self, row: int, snapshot: list[LayerState]) -> None:
         """Copy a snapshot to a row, which may be another than its own.
@@ -156,9 +156,9 @@ class StatePool:
         Or states of the model's own calls: their tokens count if in keys.
         """
         (row,) = self._checked_rows("row", [row])
-        read = max((state.tokens_read for state in snapshot), default=0)
+        read = max((state.read_at_most for state in snapshot), default=0)
         for state, copied in zip(self._row(row), snapshot, strict=True):
-            state.copy_(with_room(copied, read))
+            state.copy_(first_tokens(copied, read))
         self.tokens_read[row] = read
 
     def _row(self, row: int) -> list[LayerState]:
@@ -166,7 +166,7 @@ class StatePool:
         states, read = [], self.tokens_read[row]
         for state in self.states:
             rows: Any = {k: x[row, None] for k, x in state.tensors().items()}
-            states.append(LayerState(**rows, tokens_read=read))
+            states.append(LayerState(**rows, read_at_most=read))
         return states
 
     def states_for(
@@ -224,7 +224,7 @@ class StatePool:
         on_device = torch.tensor(index, device=self.device)
         all_inside = -1 not in index
         states = [
-            state.at_unchecked(on_device, used, all_inside)
+            state.as_pool_unchecked(on_device, used, all_inside)
             for state in self.states
         ]
         return self._counting(states, count_of, used + max(counts))
@@ -247,7 +247,7 @@ class StatePool:
         """
         yield states
         self.add_tokens_read(count_of, count_of.values())
-        if any(state.tokens_read > most for state in states):
+        if any(state.read_at_most > most for state in states):
             self._recount()
 
     def _overfull_rows(self, count_of: dict[int, int]) -> list[int]:
@@ -259,9 +259,9 @@ class StatePool:
 
     def _recount(self) -> None:
         """Read from the layers how many tokens each row has read."""
-        positions = [s.position for s in self.states if s.keys is not None]
-        counts = torch.stack([x for x in positions if x is not None])
-        self.tokens_read = counts.amax(0).tolist()
+        counts = [s.num_read for s in self.states if s.keys is not None]
+        of_layers = torch.stack([x for x in counts if x is not None])
+        self.tokens_read = of_layers.amax(0).tolist()
 
     def _checked_rows(
         self, name: str, rows: Integers, allow_no_row: bool = False

@@ -189,7 +189,7 @@ class Reader:
         self.tokens_read = [n + new for n, (new, _) in read]
         for state in self.states:
             if state is not None:
-                state.tokens_read = max(self.tokens_read)
+                state.read_at_most = max(self.tokens_read)
         fetched = start_fetch(self.draws)
         return lambda: [
             row[max(n - 1, 0) : end]

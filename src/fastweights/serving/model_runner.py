@@ -54,7 +54,7 @@ class ModelRunner:
             zeros(dtype=torch.float64), zeros(), ints(), ints()
         )
         self.states: LayerStates = [
-            x.at_unchecked(self.rows, 0) for x in pool.states
+            x.as_pool_unchecked(self.rows, 0) for x in pool.states
         ]
         self.is_capturable = is_capturable(model, self.token)
         # By two answers: are all rows greedy, do all draw from all tokens?
@@ -118,7 +118,7 @@ class ModelRunner:
         room = min(blocks * KEYS_PER_BLOCK, self.pool.tokens_per_row)
         for state in self.states:
             if state is not None:
-                state.tokens_read = room - 1
+                state.read_at_most = room - 1
         greedy = all(x.temperature == 0 for x in requests)
         whole_distribution = greedy or all(x.top_p == 1 for x in requests)
         sampling = replace(
@@ -161,7 +161,7 @@ class CapturedPrefill:
         self.inputs = runner.token.new_zeros(sum(self.sizes))
         self.tokens, self.cu_seqlens, rows = self.inputs.split(self.sizes)
         self.states: LayerStates = [
-            x.at_unchecked(rows, 0, all_inside=True)
+            x.as_pool_unchecked(rows, 0, all_inside=True)
             for x in runner.pool.states
         ]
         self.pool_rows = range(runner.pool.num_rows)

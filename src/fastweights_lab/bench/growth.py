@@ -124,8 +124,8 @@ def decoded(capacity: int) -> tuple[Run, Run]:
         @torch.no_grad()
         def run() -> None:
             for state in states:
-                state.position.zero_()  # type: ignore[union-attr]
-                state.tokens_read = 0  # type: ignore[union-attr]
+                state.num_read.zero_()  # type: ignore[union-attr]
+                state.read_at_most = 0  # type: ignore[union-attr]
             after = states
             for _ in range(8):
                 _, after = m(token, after)

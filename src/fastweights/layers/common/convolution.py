@@ -177,7 +177,7 @@ class HeadsConvolution(CheckedModule):
 
 def past_of(state: LayerState | None, x: Tensor) -> Past | None:
     """The inputs that a convolution has kept, if any, in x's dtype."""
-    past = state and state.batch_rows("convolution")
+    past = state and state.batch_field("convolution")
     return None if past is None else past.to(cast_for_autocast(x)[0].dtype)
 
 
@@ -187,7 +187,7 @@ def accepted_past(
     """The inputs to keep: those after the last token that is accepted."""
     if state is None or state.num_accepted is None:
         return past
-    before = state.batch_rows("convolution")
+    before = state.batch_field("convolution")
     both = torch.cat([before.to(past.dtype), x.to(past.dtype)], 1)
     last = torch.arange(past.shape[1], device=x.device)
     index = state.num_accepted[:, None] + last

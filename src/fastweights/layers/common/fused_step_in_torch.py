@@ -75,7 +75,7 @@ def convolve_token(
     x: Float[Tensor, "B 1 C"], convolution: Any, state: LayerState
 ) -> Float[Tensor, "B C"]:
     """The short convolution's step, in fp32 (fp64 if x is)."""
-    inputs = torch.cat([state.batch_rows("convolution"), x], 1)  # [B, W, C]
+    inputs = torch.cat([state.batch_field("convolution"), x], 1)  # [B, W, C]
     write_rows(state.tensor("convolution"), inputs[:, 1:], state.rows)
     y = (upcast(inputs) * upcast(convolution.weight).mT).sum(1)
     if convolution.bias is not None:
@@ -98,7 +98,7 @@ def recurrence(
     q, k = (l2norm(qk) if layer.convolution.normalize else qk).split(H, 2)
     g = None if layer.decay is None or a is None else layer.decay.forward(a)
     beta = None if b is None else write_strength(b, layer.allow_neg_eigval)
-    S = state.batch_rows("S").to(y.dtype)
+    S = state.batch_field("S").to(y.dtype)
     o = advance(S, *expand_inputs(q, k, v, g, beta), scale=K**-0.5)
     if S is not state.S:
         write_rows(state.tensor("S"), S, state.rows)

@@ -258,17 +258,17 @@ def compute_by_token(
     """
     outputs, num_accepted = [], state.num_accepted
     states_kept = {
-        name: state.batch_rows(name).clone() for name in state.tensors()
+        name: state.batch_field(name).clone() for name in state.tensors()
     }
     copies = {name: t.clone() for name, t in states_kept.items()}
-    stepped = LayerState(**copies, tokens_read=state.tokens_read)
+    stepped = LayerState(**copies, read_at_most=state.read_at_most)
     for t, token in enumerate(x.split(1, 1)):
         y, stepped = compute(token, stepped, None)
         outputs.append(y)
         for name, new in stepped.tensors().items():
             taken = (t < num_accepted).view(-1, *[1] * (new.dim() - 1))
             states_kept[name] = torch.where(taken, new, states_kept[name])
-    after = LayerState(**states_kept, tokens_read=stepped.tokens_read)
+    after = LayerState(**states_kept, read_at_most=stepped.read_at_most)
     return torch.cat(outputs, 1), after
 
 

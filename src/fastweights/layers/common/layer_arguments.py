@@ -192,7 +192,7 @@ def _check_state(
                 compute_dtype(x.dtype),
                 *(NARROW_STATE_DTYPES if name == "S" else ()),
             )
-        elif name == "position":
+        elif name == "num_read":
             needs = (torch.int64,)
         if tensor.dtype not in needs:
             raise TypeError(

@@ -19,17 +19,17 @@ from fastweights.ranks.group import current_ranks
 
 
 @final
-@dataclass
+@dataclass(eq=False)
 class LayerState:
     """What a layer needs of the past, one row per sequence.
 
     Fields that a layer does not use are None. S and m are fp32 (fp64 in an
     fp64 layer) whatever the layer's dtype is: a state in half precision loses
-    small writes. A pool may have S in bf16 all the same. ``position`` is
+    small writes. A pool may have S in bf16 all the same. ``num_read`` is
     int64. The other fields may be in any dtype: a call converts them to its
     own, or to autocast's, and where it writes in place, back.
 
-    The tensors are its memory. ``tokens_read`` is a bound that each call
+    The tensors are its memory. ``read_at_most`` is a bound that each call
     moves on, so that none asks the device. ``rows``, ``all_inside`` and
     ``num_accepted`` are for the next call: they say what it does with the
     memory, and copies do not have them.
@@ -58,10 +58,11 @@ class LayerState:
     values: Float[Tensor, "N capacity H V"] | None = None
     """Softmax attention's values."""
 
-    position: Int[Tensor, " N"] | None = None
+    num_read: Int[Tensor, " N"] | None = None
     """Tokens read by each sequence, where a layer needs to know."""
 
-    tokens_read: int = 0
+    # No name here may begin with another, such as m: export would mix them up.
+    read_at_most: int = 0
     """Tokens that any sequence has read, at most, where a layer has ``keys``.
     Calls of other layers leave it as it is."""
 
@@ -81,7 +82,9 @@ class LayerState:
         fields = [(name, getattr(self, name)) for name in TENSORS]
         return {name: x for name, x in fields if isinstance(x, Tensor)}
 
-    def at(self, rows: Int[Tensor, " B"], tokens_read: int) -> LayerState:
+    def as_pool(
+        self, rows: Int[Tensor, " B"], read_at_most: int
+    ) -> LayerState:
         """This state's memory as a pool, for calls without gradients.
 
         Sequence b of these calls has row rows[b], and the other rows stay as
@@ -90,28 +93,28 @@ class LayerState:
 
         Args:
             rows: int32 or int64, on the state's device.
-            tokens_read: the most tokens that one of these rows has read.
+            read_at_most: the most tokens that one of these rows has read.
         """
-        check_integers(tokens_read=tokens_read)
-        if tokens_read < 0:
+        check_integers(read_at_most=read_at_most)
+        if read_at_most < 0:
             raise ValueError(
-                f"tokens_read: got {tokens_read}, need an integer >= 0"
+                f"read_at_most: got {read_at_most}, need an integer >= 0"
             )
-        check_rows(rows, None, self.size, allow_no_row=True)
-        return self.at_unchecked(rows, tokens_read)
+        check_rows(rows, None, self.num_rows, allow_no_row=True)
+        return self.as_pool_unchecked(rows, read_at_most)
 
-    def at_unchecked(
+    def as_pool_unchecked(
         self,
         rows: Int[Tensor, " B"],
-        tokens_read: int,
+        read_at_most: int,
         all_inside: bool | None = None,
     ) -> LayerState:
-        """The same as :meth:`at`, of rows known to be right."""
+        """The same as :meth:`as_pool`, of rows known to be right."""
         call: Any = self.tensors() | {"rows": rows, "all_inside": all_inside}
-        return LayerState(**call, tokens_read=tokens_read)
+        return LayerState(**call, read_at_most=read_at_most)
 
-    def batch_rows(self, name: str) -> Tensor:
-        """The field of this name, or of a pool a copy of the batch's rows.
+    def batch_field(self, name: str) -> Tensor:
+        """A field of this name, or of a pool a copy of the batch's rows.
 
         Raises:
             ValueError: it is not there: the state is another layer's.
@@ -134,7 +137,7 @@ class LayerState:
 
     def _map(self, function: Any) -> LayerState:
         changed = {k: function(x) for k, x in self.tensors().items()}
-        return LayerState(**changed, tokens_read=self.tokens_read)
+        return LayerState(**changed, read_at_most=self.read_at_most)
 
     def to(self, device: torch.device | str) -> LayerState:
         """The state on another device, as Tensor.to."""
@@ -152,7 +155,7 @@ class LayerState:
         """The sequences with these indices, copied; one may come twice."""
         check_rows(rows, None)
         given = rows.tolist() if is_readable(rows) else []
-        last = self.size - 1
+        last = self.num_rows - 1
         if not all(0 <= i <= last for i in given):
             raise ValueError(f"rows: got {given}, need sequences, 0 to {last}")
         return self._map(lambda x: x.index_select(0, rows))
@@ -171,7 +174,7 @@ class LayerState:
             got = type(other).__name__
             raise TypeError(f"other: got {got}, need a LayerState")
         if rows is not None:
-            check_rows(rows, None, self.size)
+            check_rows(rows, None, self.num_rows)
         mine, theirs = self.tensors(), other.tensors()
         if mine.keys() != theirs.keys():
             raise ValueError(
@@ -191,13 +194,13 @@ class LayerState:
                 )
         for name, x in mine.items():
             if rows is not None:
-                x.index_copy_(0, rows, theirs[name].to(x.dtype))
+                x.index_copy_(0, rows.long(), theirs[name].to(x.dtype))
             elif x is not theirs[name]:
                 x.copy_(theirs[name])
-        self.tokens_read = max(self.tokens_read, other.tokens_read)
+        self.read_at_most = max(self.read_at_most, other.read_at_most)
 
     @property
-    def size(self) -> int:
+    def num_rows(self) -> int:
         """Sequences, or rows of a pool."""
         return min(x.shape[0] for x in self.tensors().values())
 
@@ -210,7 +213,7 @@ class LayerState:
 TENSORS = tuple(
     f.name
     for f in fields(LayerState)
-    if f.name not in ("tokens_read", "rows", "all_inside", "num_accepted")
+    if f.name not in ("read_at_most", "rows", "all_inside", "num_accepted")
 )
 
 # In what torch.export and others take apart, a state is its fields.
@@ -219,11 +222,11 @@ torch.export.register_dataclass(
 )
 
 
-def with_room(state: LayerState, room: int) -> LayerState:
-    """The same memory, of keys and values the first ``room`` tokens."""
+def first_tokens(state: LayerState, n: int) -> LayerState:
+    """The same memory, of keys and values the first ``n`` tokens."""
     if state.keys is None or state.values is None:
         return replace(state)
-    keys, values = state.keys[:, :room], state.values[:, :room]
+    keys, values = state.keys[:, :n], state.values[:, :n]
     return replace(state, keys=keys, values=values)
 
 
@@ -238,7 +241,8 @@ def update_state(state: LayerState, after: LayerState) -> LayerState:
                 x.index_copy_(0, state.rows, new.to(x.dtype))
             else:
                 write_rows(x, new.to(x.dtype), state.rows)
-        state.tokens_read = max(state.tokens_read, after.tokens_read)
+        most = max(state.read_at_most, after.read_at_most)
+        state.read_at_most = most
         return state
     if torch.is_grad_enabled():
         return after
@@ -306,7 +310,7 @@ def run_recurrence(
             scale=scale,
         )
         return o, S
-    initial_state = state and state.batch_rows("S")
+    initial_state = state and state.batch_field("S")
     if initial_state is not None:
         initial_state = initial_state.to(compute_dtype(q.dtype))
     return linear_recurrence(
@@ -334,7 +338,7 @@ def token_positions(
     The first of them is token ``start`` of its batch or pack.
     """
     position = torch.arange(start, start + T, device=device)[None]
-    read = state and state.batch_rows("position")
+    read = state and state.batch_field("num_read")
     if cu_seqlens is None:
         return position if read is None else position + read[:, None]
     sequence = sequence_ids(cu_seqlens - start, T)

@@ -25,7 +25,7 @@ class UnpackedRows:
     the recurrences these layers need one number on the host then.
 
     Attributes:
-        position: tokens that each row has read before; None without a state.
+        num_read: tokens that each row has read before; None without a state.
         lengths: tokens of each row now; None: all that x has.
     """
 
@@ -34,7 +34,7 @@ class UnpackedRows:
     ) -> None:
         self.cu_seqlens = cu_seqlens
         self.num_tokens = token_counts(x, cu_seqlens, state)
-        self.position = state and state.batch_rows("position")
+        self.num_read = state and state.batch_field("num_read")
         self.lengths: Int[Tensor, " N"] | None = None
         if cu_seqlens is not None:
             self.lengths = self.num_tokens
@@ -63,11 +63,11 @@ class UnpackedRows:
         tail = (self.row == N).view(-1, *[1] * (y.dim() - 1))
         return y.masked_fill(tail, 0)[None]
 
-    def position_after(self) -> Int[Tensor, " N"]:
+    def num_read_after(self) -> Int[Tensor, " N"]:
         """The number of tokens that each row has read after the call."""
-        if self.position is None:
+        if self.num_read is None:
             return self.num_tokens
-        return self.position + self.num_tokens
+        return self.num_read + self.num_tokens
 
 
 def compute_by_length(
@@ -86,7 +86,7 @@ def compute_by_length(
     for n, tokens in groups:
         old = state
         if state is not None and state.rows is not None:
-            old = state.at_unchecked(state.rows[n], state.tokens_read)
+            old = state.as_pool_unchecked(state.rows[n], state.read_at_most)
         elif state is not None:
             old = state.select(n)
         offsets = F.pad(token_counts(x, cu_seqlens)[n].cumsum(0), (1, 0))
