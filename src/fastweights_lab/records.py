@@ -73,13 +73,26 @@ def read(file: Path) -> list[Record]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
+            record["settings"] = with_new_names(record["settings"])
             record["settings"]["seed"]
-        except (ValueError, KeyError, TypeError):
+        except (AttributeError, ValueError, KeyError, TypeError):
             raise ValueError(
                 f"out: got {file}, line {number} of which is no run"
             ) from None
         found.append(record)
     return found
+
+
+NEW_NAMES = {
+    "checkpoint": "recompute",
+    "sequence_parallel": "context_parallel",
+    "vocabulary": "vocab_size",
+}
+
+
+def with_new_names(settings: Record) -> Record:
+    """A saved run's settings, by the names that they have now."""
+    return {NEW_NAMES.get(name, name): x for name, x in settings.items()}
 
 
 def append(file: Path, record: Record) -> None:

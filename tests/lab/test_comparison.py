@@ -195,3 +195,16 @@ def test_the_recorded_runs_are_complete():
         want = comparison.settings_of(run["variant"], run["seed"], base)
         assert run["settings"] == json.loads(json.dumps(asdict(want)))
         assert run["device"] == "NVIDIA H200"
+
+
+def test_records_with_old_names_are_read(tmp_path):
+    """Those of anybody's own file, so that no run is made again."""
+    settings = asdict(TINY)
+    old = {old: settings[new] for old, new in records.NEW_NAMES.items()} | {
+        k: x
+        for k, x in settings.items()
+        if k not in records.NEW_NAMES.values()
+    }
+    records.append(tmp_path / "runs.jsonl", {"settings": old})
+    (run,) = records.read(tmp_path / "runs.jsonl")
+    assert records.matching([settings], [run]) == [run]

@@ -23,6 +23,7 @@ from fastweights_lab import records
 from fastweights_lab.commands import train
 from fastweights_lab.experiments import comparison
 from fastweights_lab.program import main
+from fastweights_lab.records import NEW_NAMES
 from fastweights_lab.text import corpus
 from fastweights_lab.text.training import Settings, Training, read_checkpoint
 
@@ -151,7 +152,7 @@ def tokenizer_file(folder, tmp_path_factory):
 
 def test_a_tokenizer_of_ones_own(tokenizer_file, settings):
     tokenizer = corpus.FileTokenizer(tokenizer_file)
-    assert tokenizer.separator == 40 and tokenizer.vocabulary == 41
+    assert tokenizer.separator == 40 and tokenizer.vocab_size == 41
     tokens = tokenizer.encode(b"1 and 2 are 3\n")
     assert len(tokens) < 10 and tokens.max() < 40
     run = Training(replace(settings, tokenizer=str(tokenizer_file)))
@@ -190,7 +191,7 @@ def test_the_separator_is_no_token_of_the_file(tmp_path):
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     inner.save(str(tmp_path / "tokenizer.json"))
     tokenizer = corpus.FileTokenizer(tmp_path / "tokenizer.json")
-    assert tokenizer.separator == 10 and tokenizer.vocabulary == 11
+    assert tokenizer.separator == 10 and tokenizer.vocab_size == 11
     tokens = tokenizer.encode(b"d c b")
     assert tokens.tolist() == [9, 5, 1]
     assert tokenizer.decode(tokens) == "d c b"
@@ -385,7 +386,7 @@ def test_a_run_learns_and_goes_on_bit_for_bit(packed, settings, tmp_path):
     first.save(tmp_path / "checkpoint.pt")
     torch.manual_seed(123)  # another process has drawn something else
     second = Training(settings, tmp_path / "checkpoint.pt")
-    assert second.done == 10
+    assert second.steps_done == 10
     found += [second.step() for _ in range(10)]
     assert found == losses
     pairs = zip(
@@ -415,7 +416,7 @@ def test_a_gradient_that_is_no_number_changes_nothing(bad, settings):
     with pytest.raises(FloatingPointError, match=r"^step 2: the norm of the"):
         run.step()
     hook.remove()
-    assert run.done == 1
+    assert run.steps_done == 1
     assert run.step() == twin.step()
     pairs = zip(run.model.parameters(), twin.model.parameters(), strict=True)
     assert all(a.equal(b) for a, b in pairs)
@@ -714,15 +715,15 @@ def test_the_model_is_gone_before_the_process_group(
         ("--packed --tokens 999999", "tokens: got 999999 per step, need no"),
         ("--fsdp", "fsdp: got True, need processes of torchrun"),
         (
-            "--sequence-parallel 2",
-            "sequence_parallel: got 2, need a divisor of the 1 processes",
+            "--context-parallel 2",
+            "context_parallel: got 2, need a divisor of the 1 processes",
         ),
         (
             "--packed --tokens 7 --accumulate 2",
             r"tokens: got 7 per step, need a multiple of 2 \(processes",
         ),
         ("--length 99999 --tokens 99999", "length: got 99999, need less th"),
-        ("--vocabulary 99", "vocabulary: got 99, need the tokenizer's 257"),
+        ("--vocab-size 99", "vocab_size: got 99, need the tokenizer's 257"),
         ("--tokenizer nowhere", r".* No such file or directory: 'nowhere'"),
         ("--tokenizer EMPTY", r"tokenizer: got \S+, which tokenizers can"),
         ("--pattern 2*rnn", "pattern: got 'rnn', need one of"),
@@ -769,7 +770,7 @@ WRONG = {
     "num_heads": (3,),
     "options": ("{", "[]", '{"softmax": 1}', '{"softmax": {"x": 1}}'),
     "dim": (-5,),
-    "vocabulary": (0, 1.5),
+    "vocab_size": (0, 1.5),
     "seed": (-1, 2**60),
     "tokens": (1, 2**50),
     "clip": (math.nan,),
@@ -783,6 +784,18 @@ WRONG = {
 def test_a_setting_is_checked_when_it_is_made(name, value):
     with pytest.raises((TypeError, ValueError), match=rf"^{name}: got "):
         Settings(**{name: value})
+
+
+def test_a_checkpoint_with_old_names_is_read(settings, tmp_path):
+    run, path = Training(settings), tmp_path / "checkpoint.pt"
+    run.step()
+    run.save(path)
+    state = torch.load(path, weights_only=True)
+    for old, new in NEW_NAMES.items():
+        state["settings"][old] = state["settings"].pop(new)
+    torch.save(state, path)
+    assert Settings(**read_checkpoint(path)["settings"]) == settings
+    assert Training(settings, path).steps_done == 1
 
 
 def test_paths_become_strings_which_a_checkpoint_can_hold(
@@ -810,7 +823,7 @@ def test_a_pattern_without_a_number_is_refused(capsys):
         main("train", "--pattern", "x*kda")
     assert end.value.code == 2
     assert (
-        "got 'x*kda', need a kind, or NUMBER*KIND" in capsys.readouterr().err
+        "got 'x*kda', need a type, or NUMBER*TYPE" in capsys.readouterr().err
     )
 
 

@@ -401,8 +401,8 @@ ModelConfig(9, 8, 2, pattern=None)
     TypeError: pattern: got None, need a tuple of names
 ModelConfig.from_json("{")
     ValueError: config: got text that is no JSON, need an object
-LanguageModel(m.config, checkpoint="no")
-    TypeError: checkpoint: got 'no', need True or False
+LanguageModel(m.config, recompute="no")
+    TypeError: recompute: got 'no', need True or False
 LanguageModel(m.config, dtype=torch.int64)
     TypeError: dtype: got torch.int64, need one of (torch.float64,
     torch.float32, torch.float16, torch.bfloat16)
@@ -552,7 +552,7 @@ FULL = pytest.mark.full
 
 
 @pytest.mark.parametrize(
-    "pattern, packed, checkpoint, backend",
+    "pattern, packed, recompute, backend",
     [
         pytest.param(HYBRID, False, True, "aot_eager", id="windows"),
         pytest.param(HYBRID, True, True, "aot_eager", id="packed"),
@@ -562,12 +562,12 @@ FULL = pytest.mark.full
         ),
     ],
 )
-def test_a_training_step_compiles(pattern, packed, checkpoint, backend):
+def test_a_training_step_compiles(pattern, packed, recompute, backend):
     m = make_model(pattern)
     tokens = token_ids(1, 50) if packed else token_ids(2, 25)
     offsets = torch.tensor([0, 7, 31, 50]) if packed else None
     ref = gradients(m, m.loss(tokens, cu_seqlens=offsets))
-    m.checkpoint = checkpoint
+    m.recompute = recompute
     with in_one_graph(m.loss, backend) as loss:
         assert_agree(gradients(m, loss(tokens, cu_seqlens=offsets)), ref)
 
@@ -597,7 +597,7 @@ def test_computing_again_keeps_less_and_changes_nothing(kind):
     ref = gradients(m, m.loss(tokens))
     with Saved() as all_kept:
         m.loss(tokens)
-    m.checkpoint = True
+    m.recompute = True
     assert_agree(gradients(m, m.loss(tokens)), ref, atol=0)
     with Saved() as kept:
         m.loss(tokens)

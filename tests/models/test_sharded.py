@@ -67,8 +67,8 @@ def one_process(rank, file, folder):
         tokens = torch.randint(70, (2, 24))
         whole.loss(tokens).backward()
         for wrap in (replicated, sharded, in_units):
-            for checkpoint in (False, True):
-                compared(whole, tokens, rank, wrap, checkpoint)
+            for recompute in (False, True):
+                compared(whole, tokens, rank, wrap, recompute)
         model = in_units(copy.deepcopy(whole))
         losses = model.token_losses(tokens, tokens)
         want = whole.token_losses(tokens, tokens)
@@ -89,13 +89,13 @@ def one_process(rank, file, folder):
     dist.destroy_process_group()
 
 
-def compared(whole, tokens, rank, wrap, checkpoint):
+def compared(whole, tokens, rank, wrap, recompute):
     """The gradients of half a batch, averaged, with those of all of it."""
     expected = dict(whole.named_parameters())
     mine = tokens[rank : rank + 1]
     model = copy.deepcopy(whole)
     model.zero_grad()
-    model.checkpoint = checkpoint
+    model.recompute = recompute
     run = wrap(model)
     if wrap is replicated:
         loss = run(mine, targets=next_tokens(mine))

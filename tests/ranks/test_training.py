@@ -37,15 +37,15 @@ def group():
 
 LAYOUTS = {
     "windows": (
-        {"sequence_parallel": 4},
-        {"sequence_parallel": 2, "accumulate": 2},
+        {"context_parallel": 4},
+        {"context_parallel": 2, "accumulate": 2},
         {"fsdp": True},
-        {"fsdp": True, "sequence_parallel": 2, "checkpoint": True},
+        {"fsdp": True, "context_parallel": 2, "recompute": True},
     ),
     # Parts of a step cut documents: as many parts as one process has.
     "packs": (
-        {"sequence_parallel": 4},
-        {"fsdp": True, "sequence_parallel": 4},
+        {"context_parallel": 4},
+        {"fsdp": True, "context_parallel": 4},
     ),
 }
 
@@ -81,7 +81,7 @@ def test_the_steps_of_one_process(folder, group, tmp_path, kind):
     found = alone.evaluate()["bits per byte"]
     assert results[0][1] == pytest.approx(found, abs=1e-4)
     after = Training(settings, path)
-    assert after.done == 20
+    assert after.steps_done == 20
     for x, y in zip(
         after.model.parameters(), alone.model.parameters(), strict=True
     ):
@@ -91,7 +91,7 @@ def test_the_steps_of_one_process(folder, group, tmp_path, kind):
 def test_processes_have_equal_shares():
     for packed, said in ((False, "16 tokens of a window"), (True, "64 t")):
         settings = Settings(
-            length=16, tokens=128, sequence_parallel=3, packed=packed
+            length=16, tokens=128, context_parallel=3, packed=packed
         )
         with pytest.raises(ValueError, match=f"got 3, need a div.*the {said}"):
             settings.check_parts(2)
@@ -121,7 +121,7 @@ def test_a_process_that_raises_ends_the_others(folder, tmp_path):
     command += ["--dim", "16", "--num-heads", "2", "--device", "cpu"]
     start = time.monotonic()
     run = subprocess.run(
-        [*command, "--sequence-parallel", "2"],
+        [*command, "--context-parallel", "2"],
         capture_output=True,
         text=True,
         env=os.environ

@@ -323,7 +323,7 @@ def layers(rank, spread):
     kinds = tuple(kind for kind in KINDS if kind not in REFUSE)
     whole = make_model(kinds).double()
     checkpointed = copy.deepcopy(whole)
-    checkpointed.checkpoint = True
+    checkpointed.recompute = True
     tokens, cu = token_ids(*spread.shape), spread.offsets
     want = whole.loss(tokens, cu_seqlens=cu)
     want.backward()
@@ -434,7 +434,7 @@ def trained(rank, settings, path, save, steps):
     torch.manual_seed(rank)  # of no matter to it
     run = Training(settings, path)
     losses = []
-    while run.done < steps:
+    while run.steps_done < steps:
         loss = run.step()
         dist.all_reduce(loss)
         losses.append(loss.item() / dist.get_world_size())

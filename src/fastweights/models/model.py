@@ -160,9 +160,9 @@ class LanguageModel(CheckedModule):
 
     Args:
         config: what it is made of.
-        checkpoint: whether a training step keeps only what goes into each
-            block, and computes the rest again in the backward. It may be
-            changed at any time, as an attribute.
+        recompute: whether a training step keeps only what goes into each
+            block, and computes the rest again in the backward (activation
+            checkpointing). It may be changed at any time, as an attribute.
         device, dtype: of the parameters.
     """
 
@@ -170,7 +170,7 @@ class LanguageModel(CheckedModule):
         self,
         config: ModelConfig,
         *,
-        checkpoint: bool = False,
+        recompute: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -179,7 +179,7 @@ class LanguageModel(CheckedModule):
             raise TypeError(
                 f"config: got {type(config).__name__}, need a ModelConfig"
             )
-        self.config, self.checkpoint = config, checkpoint
+        self.config, self.recompute = config, recompute
         V, D = config.vocab_size, config.dim
         self.embedding = nn.Embedding(V, D, device=device, dtype=dtype)
         self.blocks = nn.ModuleList(
@@ -341,13 +341,13 @@ class LanguageModel(CheckedModule):
             )
         x = self.embedding(tokens)
         after: LayerStates = []
-        again = self.checkpoint and torch.is_grad_enabled()
+        recomputes = self.recompute and torch.is_grad_enabled()
         for block, state in zip(self.blocks, states, strict=True):
-            if again and not return_states:
+            if recomputes and not return_states:
                 x = checkpoint(
                     _output, block, x, state, cu_seqlens, use_reentrant=False
                 )
-            elif again:
+            elif recomputes:
                 x, state = checkpoint(
                     block, x, state, cu_seqlens, use_reentrant=False
                 )

@@ -137,7 +137,7 @@ def model(mesh: Any, T: int) -> Row:
     """A training step's forward and backward, blocks computed again."""
     torch.manual_seed(0)
     config = ModelConfig(pattern=("gated_deltanet",), **generate.SIZES)
-    m = LanguageModel(config, checkpoint=True).to(DEVICE, DTYPE)
+    m = LanguageModel(config, recompute=True).to(DEVICE, DTYPE)
     tokens = torch.randint(m.config.vocab_size, (1, T + 1)).to(DEVICE)
 
     def step() -> None:

@@ -32,14 +32,50 @@ UNKNOWN = "\ufffd"  # what bytes that are no text are decoded to
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the folder, the prompt, and how it is continued."""
     add = parser.add_argument
-    add("folder", type=Path, metavar="FOLDER", help="of the model")
-    add("--prompt", metavar="TEXT", help="without it standard input")
-    add("--max-new-tokens", type=int, default=200, metavar="N")
-    add("--temperature", type=float, default=0.8, help="0: the likeliest")
-    add("--top-p", type=float, default=0.95, help="of the likeliest tokens")
-    add("--stop", metavar="TEXT", help="ends before it; it is not written")
-    add("--seed", type=int, default=0, metavar="N", help="of the draws")
-    add("--device", default="auto", help="cpu, cuda, ..; cuda if it is there")
+    add("folder", type=Path, metavar="FOLDER", help="folder of the model")
+    add(
+        "--prompt",
+        metavar="TEXT",
+        help="text to continue; without it standard input",
+    )
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=200,
+        metavar="N",
+        help="tokens to write, at most (default: 200)",
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="number that divides logits before a token is drawn; 0 takes "
+        "the likeliest token (default: 0.8)",
+    )
+    add(
+        "--top-p",
+        type=float,
+        default=0.95,
+        help="probability that the likeliest tokens need together, of which "
+        "one is drawn (default: 0.95)",
+    )
+    add(
+        "--stop",
+        metavar="TEXT",
+        help="text at which the answer ends, without it",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the draws (default: 0)",
+    )
+    add(
+        "--device",
+        default="auto",
+        help="device: cpu, cuda, ..; auto is cuda if it is there",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,10 +90,10 @@ def run(args: argparse.Namespace) -> int:
     device = chosen_device(args.device)
     model = load(args.folder, device=device)
     tokenizer = tokenizer_of(args.folder)
-    if tokenizer.vocabulary > model.config.vocab_size:
+    if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"folder: got a model of {model.config.vocab_size} tokens, need "
-            f"the {tokenizer.vocabulary} of its tokenizer or more"
+            f"the {tokenizer.vocab_size} of its tokenizer or more"
         )
     prompt = args.prompt
     text = sys.stdin.buffer.read() if prompt is None else os.fsencode(prompt)

@@ -10,7 +10,7 @@ Under torchrun every process takes its part of every step:
 
     torchrun --nproc-per-node 2 -m fastweights.train --tokens 65536
 
-``--sequence-parallel 2`` has two processes share each sequence, for those
+``--context-parallel 2`` has two processes share each sequence, for those
 that one cannot hold, and ``--fsdp`` spreads parameters and the optimiser over
 all of them; checkpoints go on with any number of processes.
 
@@ -69,7 +69,7 @@ def take_all_steps(training: Training, stopped: Callable[[], bool]) -> bool:
         f"{training.model.num_parameters:,} parameters on "
         f"{training.device.type}; {training.text.size:,} bytes of text"
     )
-    if training.done == steps:
+    if training.steps_done == steps:
         progress.say(
             f"all {steps} steps are done; --steps {2 * steps} would go on"
         )
@@ -78,11 +78,11 @@ def take_all_steps(training: Training, stopped: Callable[[], bool]) -> bool:
         if lead:
             append(out / LOG, row)
 
-    log(begins_at=training.done, **training.record())
-    start, since = time.perf_counter(), training.done
-    while training.done < steps:
+    log(begins_at=training.steps_done, **training.record())
+    start, since = time.perf_counter(), training.steps_done
+    while training.steps_done < steps:
         loss = training.step()
-        step = training.done
+        step = training.steps_done
         last = step == steps
         if last or step % settings.log_every == 0:
             value = total(loss, training) / training.processes
@@ -153,7 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if group := f.metadata.get("group"):
             add = parser.add_argument_group(group).add_argument
         add(f"--{f.name.replace('_', '-')}", **as_option(f))
-    add("--resume", metavar="FOLDER", help="go on with the run of a folder")
+    add("--resume", metavar="FOLDER", help="folder of a run to go on with")
 
 
 def as_option(f: Field) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def as_option(f: Field) -> dict[str, Any]:
         case "tuple[str, ...]":
             one = f.name == "pattern"
             more |= {"type": as_pattern} if one else {"nargs": "+"}
-            more["metavar"] = "KINDS" if one else "NAME"
+            more["metavar"] = "TYPES" if one else "NAME"
             shown = " ".join(shown)
         case name:
             more["type"] = {"int": int, "float": float}.get(name, str)
@@ -181,13 +181,13 @@ def as_pattern(text: str) -> tuple[str, ...]:
     """ "3*kda,softmax" as three times kda, then softmax."""
     found: list[str] = []
     for part in text.split(","):
-        times, star, kind = part.strip().rpartition("*")
+        times, star, layer_type = part.strip().rpartition("*")
         if star and not re.fullmatch(r"\s*[1-9]\d{0,3}\s*", times, re.ASCII):
             raise argparse.ArgumentTypeError(
-                f"got {part!r}, need a kind, or NUMBER*KIND with a number "
+                f"got {part!r}, need a type, or NUMBER*TYPE with a number "
                 "from 1 to 9999"
             )
-        found += [kind.strip()] * (int(times) if star else 1)
+        found += [layer_type.strip()] * (int(times) if star else 1)
     return tuple(found)
 
 
@@ -290,7 +290,7 @@ def run_in_group(settings: Settings, path: Path | None) -> int:
                 raise
             why = (
                 "memory: got too little, need fewer tokens or a smaller "
-                "model, or --accumulate, or --checkpoint"
+                "model, or --accumulate, or --recompute"
             )
         except OSError as error:
             out = Path(settings.out)

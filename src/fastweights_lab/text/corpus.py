@@ -149,7 +149,7 @@ def files(source: str | Path, suffixes: tuple[str, ...]) -> list[Path]:
 class ByteTokenizer:
     """Every byte is a token, and 256 begins a document."""
 
-    vocabulary = 257
+    vocab_size = 257
     separator = 256
     """The token with which every document begins."""
     sha256: str | None = None
@@ -196,7 +196,7 @@ class FileTokenizer:
         self._inner.encode_special_tokens = True
         # Not their number, as there may be gaps in the tokens.
         self.separator = max(self._inner.get_vocab().values(), default=-1) + 1
-        self.vocabulary = self.separator + 1
+        self.vocab_size = self.separator + 1
 
     def encode(self, text: bytes) -> Int[Tensor, " T"]:
         """The tokens of UTF-8, with a mark where it is none."""
@@ -240,7 +240,7 @@ class Stream:
         """
         if not documents:
             raise ValueError("documents: got none, need one or more")
-        dtype = torch.int16 if tokenizer.vocabulary <= 32768 else torch.int32
+        dtype = torch.int16 if tokenizer.vocab_size <= 32768 else torch.int32
         starts = [0]
         if isinstance(tokenizer, ByteTokenizer):  # a byte each, in one pass
             whole = bytearray(1).join([b"", *documents])
@@ -401,13 +401,13 @@ def repeated(batch: Batch, n: int = 5) -> Bool[Tensor, "B T"]:
     if rows.shape[1] < n + 1:
         return found
     kind = tokens = rows.long() - rows.min()
-    size = vocabulary = int(tokens.max()) + 1
+    size = vocab_size = int(tokens.max()) + 1
     for i in range(1, n):  # one number for each n-gram
-        if size * vocabulary > 2**63:
+        if size * vocab_size > 2**63:
             kinds, kind = kind.unique(return_inverse=True)
             size = len(kinds)
-        kind = kind[:, :-1] * vocabulary + tokens[:, i:]
-        size *= vocabulary
+        kind = kind[:, :-1] * vocab_size + tokens[:, i:]
+        size *= vocab_size
     kind, order = kind.sort(dim=1, stable=True)
     again = torch.zeros_like(kind, dtype=torch.bool)
     again[:, 1:] = kind[:, 1:] == kind[:, :-1]

@@ -39,7 +39,7 @@ from fastweights.layers import parameter_groups
 from fastweights.models import LanguageModel, ModelConfig
 from fastweights.models.files import write_whole
 from fastweights.ranks.group import context_parallel, current_ranks
-from fastweights_lab.records import machine
+from fastweights_lab.records import machine, with_new_names
 from fastweights_lab.text import corpus
 
 
@@ -82,79 +82,102 @@ class Settings(Schedule):
 
     corpus: tuple[str, ...] = option(
         ("stdlib",),
-        "files, folders, or stdlib: CPython 3.12.3's",
+        "text to train on: files, folders, or stdlib, CPython 3.12.3's",
         group="text",
     )
     suffixes: tuple[str, ...] = option(
-        (".py", ".txt", ".md"), "of the files taken from folders"
+        (".py", ".txt", ".md"),
+        "endings of the files that folders are searched for",
     )
-    tokenizer: str | None = option(None, "a tokenizer.json; bytes without one")
+    tokenizer: str | None = option(
+        None, "file tokenizer.json; without one each byte is a token"
+    )
     packed: bool = option(
-        False, "whole documents, packed, in place of windows"
+        False, "read whole documents, packed, in place of windows"
     )
-    length: int = option(256, "tokens of a window", least=2)
+    length: int = option(256, "tokens in a window of text", least=2)
     tokens: int = option(
-        2048, "tokens per step, of all processes together", least=2
+        2048, "tokens that a step reads, over all processes", least=2
     )
     pattern: tuple[str, ...] = option(
         ("gated_deltanet",),
-        "kinds of layer, repeated to depth, such as 3*kda,softmax",
+        "types of layer, repeated up to the depth, such as 3*kda,softmax",
         group="model",
     )
-    num_layers: int = option(2, "depth")
-    dim: int = option(128, "width")
-    num_heads: int = option(4, "heads of a layer")
+    num_layers: int = option(2, "number of layers, the model's depth")
+    dim: int = option(128, "width of the residual stream")
+    num_heads: int = option(4, "number of heads in a layer")
     head_dim: int | None = option(
-        None, "size of a head; dim / heads without it"
+        None, "size of a head; dim / num_heads without it"
     )
-    mlp_ratio: float = option(2.0, "width of the MLPs over dim")
-    tie_embeddings: bool = option(True, "whether embeddings are the head")
+    mlp_ratio: float = option(
+        2.0, "hidden width of the MLPs, as a multiple of dim"
+    )
+    tie_embeddings: bool = option(
+        True, "use the embeddings of tokens as the head's matrix too"
+    )
     options: str = option(
-        "{}", 'more per kind, as JSON: \'{"kda": {"expand_v": 2}}\''
+        "{}",
+        "other arguments of layers by type, as JSON: "
+        """'{"kda": {"expand_v": 2}}'""",
     )
-    vocabulary: int | None = option(
-        None, "tokens that there is room for; the tokenizer's"
+    vocab_size: int | None = option(
+        None, "number of tokens that the model knows; else the tokenizer's"
     )
     steps: int = option(
         300,
-        "steps of the optimiser, which the rate falls over",
+        "steps of the optimiser, over which the learning rate falls",
         least=1,
         group="training",
     )
     lr: float = option(3e-3, "highest learning rate", need="> 0")
-    warmup: int = option(20, "steps up to it", least=0)
-    final_lr: float = option(0.1, "the last one over the highest", need=">= 0")
-    weight_decay: float = option(0.1, "of matrices", need=">= 0")
-    clip: float = option(1.0, "largest norm of the gradient", need="> 0")
-    accumulate: int = option(1, "passes per step", least=1)
-    seed: int = option(0, "of the model and of the batches", least=0)
+    warmup: int = option(
+        20, "steps in which the learning rate rises to its highest", least=0
+    )
+    final_lr: float = option(
+        0.1, "last learning rate, as a part of the highest", need=">= 0"
+    )
+    weight_decay: float = option(0.1, "weight decay of matrices", need=">= 0")
+    clip: float = option(
+        1.0, "largest norm of the gradient, which is else scaled", need="> 0"
+    )
+    accumulate: int = option(
+        1, "forward and backward passes per step", least=1
+    )
+    seed: int = option(0, "seed of the model and of the batches", least=0)
     device: str = option(
-        "auto", "cpu, cuda, ..; cuda if it is there", group="machine"
+        "auto",
+        "device: cpu, cuda, ..; auto is cuda if it is there",
+        group="machine",
     )
     precision: str = option(
         "auto",
-        "autocast to bf16 or not; on cuda yes",
+        "precision of products; auto is bf16 on cuda",
         choices=("auto", "fp32", "bf16"),
     )
-    sequence_parallel: int = option(
+    context_parallel: int = option(
         1, "processes that share each sequence", least=1
     )
     fsdp: bool = option(
-        False, "spread parameters and the optimiser over all processes"
+        False, "shard parameters and the optimiser's state over all processes"
     )
-    compile: bool = option(False, "by torch.compile")
-    checkpoint: bool = option(
-        False, "compute blocks again in the backward: less memory"
+    compile: bool = option(False, "compile the model by torch.compile")
+    recompute: bool = option(
+        False, "compute activations again in the backward: less memory"
     )
     out: str = option(
-        "run", "folder of the checkpoint and the log", group="run"
+        "run", "folder of the checkpoint, the log and the model", group="run"
     )
-    log_every: int = option(10, "steps between two lines", least=1)
+    log_every: int = option(10, "steps between two lines of the log", least=1)
     eval_every: int = option(100, "steps between two evaluations", least=1)
-    eval_windows: int = option(32, "windows of held-out text", least=1)
+    eval_windows: int = option(
+        32, "windows of held-out text in an evaluation", least=1
+    )
     save_every: int = option(100, "steps between two checkpoints", least=1)
-    sample: int = option(0, "tokens to write at the end", least=0)
-    prompt: str = option("def ", "what they begin with")
+    sample: int = option(
+        0, "tokens of text that the trained model writes", least=0
+    )
+    prompt: str = option("def ", "beginning of the text that it writes")
 
     def __post_init__(self) -> None:
         for of in fields(self):
@@ -181,17 +204,17 @@ class Settings(Schedule):
                 raise TypeError(f"{name}: got {several!r}, need a tuple")
             object.__setattr__(self, name, tuple(map(os.fspath, several)))
         object.__setattr__(self, "out", os.fspath(self.out))
-        if self.vocabulary is not None:
-            check_sizes(vocabulary=self.vocabulary)
+        if self.vocab_size is not None:
+            check_sizes(vocab_size=self.vocab_size)
         self.model_config(1)
 
-    def model_config(self, vocabulary: int) -> ModelConfig:
-        """The model's, for a tokenizer with so many tokens."""
-        room = vocabulary if self.vocabulary is None else self.vocabulary
-        if room < vocabulary:
+    def model_config(self, needed: int) -> ModelConfig:
+        """The model's, for a tokenizer that needs so many tokens."""
+        size = needed if self.vocab_size is None else self.vocab_size
+        if size < needed:
             raise ValueError(
-                f"vocabulary: got {room}, need the tokenizer's {vocabulary} "
-                "or more"
+                f"vocab_size: got {size}, need the tokenizer's {needed} or "
+                "more"
             )
         try:
             options = json.loads(self.options)
@@ -200,7 +223,7 @@ class Settings(Schedule):
                 f"options: got {self.options!r}, need JSON: {error}"
             ) from None
         return ModelConfig(
-            vocab_size=room,
+            vocab_size=size,
             dim=self.dim,
             num_layers=self.num_layers,
             pattern=self.pattern,
@@ -221,17 +244,17 @@ class Settings(Schedule):
                 f"{unit} (processes x accumulate{by})"
             )
         length = self.tokens // parts if self.packed else self.length
-        if length % self.sequence_parallel:
+        if length % self.context_parallel:
             raise ValueError(
-                f"sequence_parallel: got {self.sequence_parallel}, need a "
+                f"context_parallel: got {self.context_parallel}, need a "
                 f"divisor of the {length} tokens of a "
                 f"{'pack' if self.packed else 'window'}"
             )
 
 
 CHANGEABLE = {
-    *("accumulate", "checkpoint", "compile", "device", "out", "prompt"),
-    *("fsdp", "sequence_parallel"),
+    *("accumulate", "compile", "device", "out", "prompt", "recompute"),
+    *("fsdp", "context_parallel"),
     *("eval_every", "log_every", "save_every", "sample", "steps"),
     *("corpus", "suffixes", "tokenizer"),  # whose content is compared
 }
@@ -256,27 +279,27 @@ class Training:
     def __init__(
         self, settings: Settings, path: str | Path | None = None
     ) -> None:
-        self.settings, self.done = settings, 0
+        self.settings, self.steps_done = settings, 0
         grouped = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if grouped else 0
         self.processes = dist.get_world_size() if grouped else 1
-        share = settings.sequence_parallel
-        if self.processes % share:
+        ranks = settings.context_parallel
+        if self.processes % ranks:
             raise ValueError(
-                f"sequence_parallel: got {share}, need a divisor of the "
+                f"context_parallel: got {ranks}, need a divisor of the "
                 f"{self.processes} processes that torchrun starts"
             )
         if settings.fsdp and not grouped:
             raise ValueError("fsdp: got True, need processes of torchrun")
-        self.parts = settings.accumulate * self.processes // share
-        settings.check_parts(self.parts)
+        self.num_parts = settings.accumulate * self.processes // ranks
+        settings.check_parts(self.num_parts)
         self.device = chosen_device(settings.device)
         self.tokenizer: corpus.Tokenizer = (
             corpus.ByteTokenizer()
             if settings.tokenizer is None
             else corpus.FileTokenizer(settings.tokenizer)
         )
-        config = settings.model_config(self.tokenizer.vocabulary)
+        config = settings.model_config(self.tokenizer.vocab_size)
         self.text = corpus.read(settings.corpus, settings.suffixes)
         self.sources = {
             "corpus": {"bytes": self.text.size, "sha256": self.text.sha256},
@@ -299,7 +322,7 @@ class Training:
                 settings.tokens // settings.length,
                 settings.seed,
             )
-        if len(self.held_out.tokens) < 2 + share:
+        if len(self.held_out.tokens) < 2 + ranks:
             raise ValueError(
                 f"corpus: got {self.text.size} bytes, need more: nothing is "
                 "left to test on"
@@ -307,11 +330,11 @@ class Training:
 
         torch.manual_seed(settings.seed)
         self.model = LanguageModel(
-            config, checkpoint=settings.checkpoint, device=self.device
+            config, recompute=settings.recompute, device=self.device
         )
         if before is not None:
             self.model.load_state_dict(before["model"])
-        self.run: Any = self.model
+        self.wrapped_model: Any = self.model
         if settings.compile:
             self._compile()
         self.mesh: Any = None
@@ -336,13 +359,13 @@ class Training:
             block.forward = forward  # type: ignore[method-assign]
 
     def _spread(self) -> None:
-        """Among the processes, which all have parts of a step's gradient."""
+        """Wrap the model by DDP or FSDP, and make the mesh of processes."""
         # Here, since what it imports takes a second.
         from torch.distributed import fsdp
         from torch.distributed.device_mesh import init_device_mesh
 
-        share, kind = self.settings.sequence_parallel, self.device.type
-        sizes = (self.processes // share, share)
+        ranks, kind = self.settings.context_parallel, self.device.type
+        sizes = (self.processes // ranks, ranks)
         names = ("data", "sequence")
         self.mesh = init_device_mesh(kind, sizes, mesh_dim_names=names)
         if self.settings.fsdp:
@@ -354,25 +377,24 @@ class Training:
             return
         if self.settings.compile:
             torch_internals.leave_graphs_whole()
-        self.run = DistributedDataParallel(self.model)
+        self.wrapped_model = DistributedDataParallel(self.model)
 
     @property
     def together(self) -> bool:
         """Whether processes need each other to run the model once."""
-        return self.settings.fsdp or self.settings.sequence_parallel > 1
+        return self.settings.fsdp or self.settings.context_parallel > 1
 
-    def place(self) -> tuple[int, int]:
-        """This process' share of the batch, and of each sequence."""
-        return divmod(self.rank, self.settings.sequence_parallel)
+    def coordinate(self) -> tuple[int, int]:
+        """This process' place in the mesh: its batches, its tokens."""
+        return divmod(self.rank, self.settings.context_parallel)
 
-    def own(self, x: Tensor) -> Tensor:
-        """The tokens [B, T] of sequences that this process has."""
-        share = self.settings.sequence_parallel
-        return x.chunk(share, 1)[self.place()[1]]
+    def shard(self, x: Tensor) -> Tensor:
+        """This process' tokens of sequences [B, T]."""
+        return x.chunk(self.settings.context_parallel, 1)[self.coordinate()[1]]
 
     def ranks(self) -> AbstractContextManager:
         """Where the processes of a sequence work on it together."""
-        if self.mesh is None or self.settings.sequence_parallel == 1:
+        if self.mesh is None or self.settings.context_parallel == 1:
             return nullcontext()
         return context_parallel(
             self.mesh["sequence"], share_final_states=False
@@ -399,23 +421,25 @@ class Training:
         """
         settings, passes = self.settings, self.settings.accumulate
         for group in self.optimizer.param_groups:
-            group["lr"] = settings.learning_rate(self.done)
+            group["lr"] = settings.learning_rate(self.steps_done)
         total = torch.zeros((), device=self.device)
         for i in range(passes):
             batch = self.batches.batch(
-                self.done, self.place()[0] * passes + i, self.parts
+                self.steps_done,
+                self.coordinate()[0] * passes + i,
+                self.num_parts,
             ).to(self.device)
             # Processes sum their gradients in the last pass.
-            if isinstance(self.run, DistributedDataParallel):
-                self.run.require_backward_grad_sync = i == passes - 1
+            if isinstance(self.wrapped_model, DistributedDataParallel):
+                self.wrapped_model.require_backward_grad_sync = i == passes - 1
             elif settings.fsdp:
-                self.run.set_requires_gradient_sync(i == passes - 1)
+                self.wrapped_model.set_requires_gradient_sync(i == passes - 1)
             with self.ranks():
                 with self.autocast():
-                    loss = self.run(
-                        self.own(batch.tokens),
+                    loss = self.wrapped_model(
+                        self.shard(batch.tokens),
                         cu_seqlens=batch.cu_seqlens,
-                        targets=self.own(batch.targets),
+                        targets=self.shard(batch.targets),
                     )
                 (loss / passes).backward()
             total += loss.detach() / passes
@@ -425,13 +449,13 @@ class Training:
         if not self.norm.isfinite():
             self.optimizer.zero_grad()
             raise FloatingPointError(
-                f"step {self.done + 1}: the norm of the gradient is "
+                f"step {self.steps_done + 1}: the norm of the gradient is "
                 f"{self.norm.item()} and the loss {total.item():.4g}, so no "
                 "parameter was changed; a lower lr or clip may help"
             )
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.done += 1
+        self.steps_done += 1
         return total
 
     def evaluate(
@@ -446,20 +470,21 @@ class Training:
         tokens and not as bytes.
         """
         stream = self.held_out if stream is None else stream
-        share = self.settings.sequence_parallel
-        T = min(self.settings.length, len(stream.tokens) - 1) // share * share
-        last = len(stream.tokens) - 1 - T
+        last = len(stream.tokens) - 1
+        T = min(self.settings.length, last)
+        T -= T % self.settings.context_parallel
+        last -= T
         number = min(self.settings.eval_windows, last + 1)
         starts = torch.arange(number) * last // max(1, number - 1)
         losses, again = [], []
         for rows in starts.split(8):
             batch = corpus.windows(stream, T, rows)
             again.append(corpus.repeated(batch))
-            own = [self.own(x) for x in (batch.tokens, batch.targets)]
+            pair = [self.shard(x) for x in (batch.tokens, batch.targets)]
             with self.ranks(), self.autocast():
-                of = self.model.token_losses(*(x.to(self.device) for x in own))
+                x = self.model.token_losses(*(x.to(self.device) for x in pair))
                 ranks = current_ranks()
-                losses.append(of if ranks is None else ranks.gather_tokens(of))
+                losses.append(x if ranks is None else ranks.gather_tokens(x))
         bits = torch.cat(losses).cpu().double() / math.log(2)
         bits, hit = bits * stream.tokens_per_byte, torch.cat(again)
         return {
@@ -470,17 +495,18 @@ class Training:
         }
 
     def sample(self, prompt: str, tokens: int) -> str:
-        """What the model makes of a beginning."""
+        """The prompt, and the text that the model writes after it."""
         start = torch.tensor([self.tokenizer.separator])
         encoded = self.tokenizer.encode(prompt.encode())
-        seed = torch.Generator(self.device).manual_seed(self.settings.seed)
+        generator = torch.Generator(self.device)
+        generator.manual_seed(self.settings.seed)
         with self.autocast():
             (new,) = self.model.generate(
                 torch.cat([start, encoded]),
                 tokens,
                 temperature=0.8,
                 top_p=0.95,
-                generator=seed,
+                generator=generator,
                 stop=self.tokenizer.separator,
             )
         return prompt + self.tokenizer.decode(new)
@@ -507,7 +533,7 @@ class Training:
         state = {
             "settings": asdict(self.settings),
             **self.sources,
-            "step": self.done,
+            "step": self.steps_done,
             "model": kept(self.model.state_dict()),
             "optimizer": optimizer,
             "random": torch.get_rng_state(),
@@ -550,7 +576,7 @@ class Training:
             )
 
     def _restore(self, state: dict[str, Any]) -> None:
-        self.done = state["step"]
+        self.steps_done = state["step"]
         parameters = [
             x for group in self.optimizer.param_groups for x in group["params"]
         ]
@@ -630,7 +656,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"path: got {path}, need a file, a checkpoint")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        state["corpus"]["sha256"], state["settings"], state["step"]
+        state["corpus"]["sha256"], state["step"]
+        state["settings"] = with_new_names(state["settings"])
     except Exception as error:  # a broken zip, a pickle, another program's
         raise ValueError(
             f"path: got {path}, which is no checkpoint of this program: "

@@ -40,6 +40,8 @@ WITHOUT_WEIGHT_DECAY = re.compile(
 
 ARGUMENT_ALIASES = {
     "d_conv": "conv_size",
+    "checkpoint": "recompute",
+    "checkpoint": "recompute",
     "conv_kernel": "conv_size",
     "correction_factor": "correction",
     "d_model": "dim",
