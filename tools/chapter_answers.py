@@ -111,7 +111,7 @@ def report(
 def why_not(check: Any, candidate: Any) -> str | None:
     """Why the candidate does not pass the check yet, or None."""
     try:
-        check.raises(candidate)
+        check.run(candidate)
     except Exception as error:
         return check.reason(candidate, error)
     return None

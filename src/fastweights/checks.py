@@ -39,13 +39,13 @@ __all__ = [
     "Footprint",
     "Products",
     "close",
+    "count_events",
     "exercise",
-    "in_torch",
-    "lines_of",
+    "forbid",
+    "forbid_conversion",
     "no_autograd",
     "raises",
     "relative_error",
-    "without",
 ]
 
 
@@ -91,7 +91,8 @@ def close(x: Tensor, ref: Tensor, tol: float, label: str = "") -> None:
     error = relative_error(x, ref)
     name = f"{label}: " if label else ""
     message = f"{name}relative error {error:.1e}, allowed {tol:.0e}"
-    assert error <= tol, message
+    if not error <= tol:
+        raise AssertionError(message)
     shell = notebook()
     if shell is None:
         print(message)
@@ -276,7 +277,7 @@ class Exercise:
 
     Made by the decorator :func:`exercise`. Calling it with the reader's
     answer prints the verdict; with the environment variable
-    ``FASTWEIGHTS_STRICT=1`` a failure raises as it does in :meth:`raises`.
+    ``FASTWEIGHTS_STRICT=1`` a failure raises as it does in :meth:`run`.
 
     Args:
         function: ``check_name(candidate)``, which asserts.
@@ -287,7 +288,7 @@ class Exercise:
         self.function = function
         self.name = function.__name__.removeprefix("check_")
 
-    def raises(self, candidate: Any) -> None:
+    def run(self, candidate: Any) -> None:
         """Run the check on ``candidate``; a failure raises."""
         self.function(candidate)
 
@@ -322,7 +323,7 @@ class Exercise:
 
     def __call__(self, candidate: Any) -> None:
         try:
-            self.raises(candidate)
+            self.run(candidate)
         except Exception as error:
             exercise_log.append(Attempt(self.name, False, candidate, self))
             if os.environ.get("FASTWEIGHTS_STRICT") == "1":
@@ -384,8 +385,8 @@ def no_autograd() -> Iterator[None]:
         yield
 
 
-def in_torch() -> AbstractContextManager[Any]:
-    """Inside, to hand a tensor to NumPy or make it a list is refused."""
+def forbid_conversion() -> AbstractContextManager[Any]:
+    """Inside, to convert a tensor to NumPy or to a list is refused."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError(
@@ -398,12 +399,12 @@ def in_torch() -> AbstractContextManager[Any]:
 
 
 def by_library(*args: Any, **kwargs: Any) -> None:
-    """What a function does that :func:`without` closes."""
+    """What a function does that :func:`forbid` closes."""
     raise AssertionError("the library did it: write it yourself")
 
 
 @contextmanager
-def without(*functions: Callable[..., Any]) -> Iterator[None]:
+def forbid(*functions: Callable[..., Any]) -> Iterator[None]:
     """Inside, to call one of them is refused, by any name, in any thread.
 
     Args:
@@ -420,8 +421,8 @@ def without(*functions: Callable[..., Any]) -> Iterator[None]:
             function.__code__ = code
 
 
-def lines_of(function: Callable[..., Any], *args: Any) -> int:
-    """How many lines of Python a call goes through.
+def count_events(function: Callable[..., Any], *args: Any) -> int:
+    """Count the steps of Python that a call takes.
 
     Args:
         function: what is called, with ``args``.
