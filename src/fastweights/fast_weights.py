@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from fastweights.reference import steps
 
 __all__ = [
+    "broadcast_rate",
     "decayed_sgd",
-    "factor",
     "inner_product",
     "learn",
     "linear_model",
@@ -38,7 +38,7 @@ Params = Any
 Model = Callable[[Params, Tensor], Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
 Gradient = Callable[[Params], Params]
-# (params, gradient, memory, *rates at t) -> params, memory
+# (params, gradient, optimiser_state, *rates at t) -> params, optimiser_state
 Optimiser = Callable[..., tuple[Params, Any]]
 Rate = Float[Tensor, "*lead"]
 Decay = Float[Tensor, "*gate"]  # its log; *lead, or per channel [*lead, K]
@@ -87,7 +87,7 @@ def squared_error(
     return (prediction - target).square().sum(-1) / 2
 
 
-def factor(rate: Rate, W: Tensor) -> Tensor:
+def broadcast_rate(rate: Rate, W: Tensor) -> Tensor:
     """A rate per head or channel, in as many dimensions as the weights.
 
     Args:
@@ -101,53 +101,53 @@ def factor(rate: Rate, W: Tensor) -> Tensor:
 
 
 def sgd(
-    params: Params, gradient: Gradient, memory: None, rate: Rate
+    params: Params, gradient: Gradient, optimiser_state: None, rate: Rate
 ) -> tuple[Params, None]:
     """One step of gradient descent: W - rate * gradient(W).
 
     Args:
         params: W, a tensor or a nest of tensors [B, H, ...].
         gradient: from W to its gradient, a nest like it.
-        memory: None.
+        optimiser_state: None.
         rate: [B, H], or [B, H, K] for a rate per channel.
 
     Returns:
-        the weights after the step, in their dtype, and the memory.
+        the weights after the step, in their dtype, and the optimiser's state.
     """
 
     def step(W: Tensor, dW: Tensor) -> Tensor:
-        return W - factor(rate, W) * dW
+        return W - broadcast_rate(rate, W) * dW
 
-    return tree_map(step, params, gradient(params)), memory
+    return tree_map(step, params, gradient(params)), optimiser_state
 
 
 def decayed_sgd(
     params: Params,
     gradient: Gradient,
-    memory: None,
+    optimiser_state: None,
     rate: Rate,
     g: Decay,
 ) -> tuple[Params, None]:
     """Weight decay, then a step from there: the gradient at e^g W.
 
     Args:
-        params, gradient, memory, rate: as in :func:`sgd`.
+        params, gradient, optimiser_state, rate: as in :func:`sgd`.
         g: log of the decay, [B, H] or [B, H, K].
 
     Returns:
-        the weights after the step, in their dtype, and the memory.
+        the weights after the step, in their dtype, and the optimiser's state.
     """
 
     def decay(W: Tensor) -> Tensor:
-        return factor(g, W).exp() * W
+        return broadcast_rate(g, W).exp() * W
 
-    return sgd(tree_map(decay, params), gradient, memory, rate)
+    return sgd(tree_map(decay, params), gradient, optimiser_state, rate)
 
 
 def momentum_sgd(
     params: Params,
     gradient: Gradient,
-    memory: Params,
+    optimiser_state: Params,
     rate: Rate,
     momentum: Rate,
     g: Decay,
@@ -160,7 +160,7 @@ def momentum_sgd(
 
     Args:
         params, gradient, rate: as in :func:`sgd`.
-        memory: M, a nest like ``params``.
+        optimiser_state: M, a nest like ``params``.
         momentum: [B, H] or [B, H, K], and so is g.
         g: log of the decay.
 
@@ -169,13 +169,13 @@ def momentum_sgd(
     """
 
     def gather(M: Tensor, dW: Tensor) -> Tensor:
-        return factor(momentum, M) * M + factor(rate, M) * dW
+        return broadcast_rate(momentum, M) * M + broadcast_rate(rate, M) * dW
 
     def step(W: Tensor, M: Tensor) -> Tensor:
-        return factor(g, W).exp() * W - M
+        return broadcast_rate(g, W).exp() * W - M
 
-    memory = tree_map(gather, memory, gradient(params))
-    return tree_map(step, params, memory), memory
+    optimiser_state = tree_map(gather, optimiser_state, gradient(params))
+    return tree_map(step, params, optimiser_state), optimiser_state
 
 
 Learner = Callable[..., tuple[tuple[Params, Any], Tensor]]
@@ -191,7 +191,7 @@ def online_learner(
     """The layer of a model, a loss and an optimiser, as one step.
 
     For :func:`fastweights.reference.steps.scan`: the state is (params, the
-    optimiser's memory), the inputs q, k, v and the optimiser's rates. The
+    optimiser's state), the inputs q, k, v and the optimiser's rates. The
     loop is differentiable. The losses of all sequences and heads are summed:
     no weight is in more than one of them.
 
@@ -205,7 +205,8 @@ def online_learner(
     Args:
         model: from params and x [B, H, K] to a prediction [B, H, V].
         loss: from prediction and target to [B, H].
-        optimiser: from params, gradient, memory and rates to both after it.
+        optimiser: from params, gradient, optimiser_state and rates to params
+            and optimiser_state after the step.
         read: whether the query is read "after" the token is learned, or
             "before".
 
@@ -229,9 +230,11 @@ def online_learner(
             return loss(model(params, k), v).sum()
 
         gradient = torch.func.grad(objective)
-        params, memory = optimiser(state[0], gradient, state[1], *rates)
+        params, optimiser_state = optimiser(
+            state[0], gradient, state[1], *rates
+        )
         o = model(params if read == "after" else state[0], q)
-        return (params, memory), o
+        return (params, optimiser_state), o
 
     return step
 
@@ -245,7 +248,7 @@ def learn(
 
     Args:
         learner: what :func:`online_learner` returned.
-        state: params and the optimiser's memory before the first token.
+        state: params and the optimiser's state before the first token.
         inputs: q, k, v and the rates of all tokens, [B, T, ...] each.
 
     Returns:

@@ -16,10 +16,10 @@ from fastweights.deep.networks import network, normed, swiglu
 from fastweights.deep.optimisers import (
     muon,
     newton,
-    norms_of,
     projected,
     stale,
     summed,
+    to_norms_of,
 )
 from fastweights.fast_weights import (
     inner_product,
@@ -184,7 +184,7 @@ def lact(with_muon: bool, momentum: bool, prenorm: bool = False) -> Case:
     def learner(x):
         first = per_sequence(start(x))
         wrap = prenormed if prenorm else projected
-        step = wrap(muon if with_muon else plain, norms_of(first))
+        step = wrap(muon if with_muon else plain, to_norms_of(first))
         step = online_learner(
             (lambda w, x: swiglu(w[1], x)) if prenorm else swiglu,
             inner_product,

@@ -1,18 +1,19 @@
 """Optimisers for :func:`fastweights.fast_weights.online_learner`, and chunks.
 
-An optimiser is a function (params, gradient, memory, *rates at t) -> params,
-memory. Those of :mod:`fastweights.fast_weights` take a step per token, at the
-weights that the token before has left. The functions :func:`stale`,
-:func:`summed` and :func:`projected` make other optimisers of them:
+An optimiser is a function (params, gradient, optimiser_state, *rates at t) ->
+params, optimiser_state. Those of :mod:`fastweights.fast_weights` take a step
+per token, at the weights that the token before has left. The functions
+:func:`stale`, :func:`summed` and :func:`projected` make others of them:
 
     TTT       summed(sgd, 16)
     Titans    stale(momentum_sgd, 16)
-    LaCT      summed(projected(muon, norms_of(start)), 2048, every="chunk"),
+    LaCT      summed(projected(muon, to_norms_of(start)), 2048, every="chunk"),
               with read="before"
     MesaNet   newton
 
-Between chunks a learner's state is (params, memory) whatever the chunk; inside
-one the memory is a :class:`ChunkMemory`, which has the optimiser's own in it.
+Between chunks a learner's state is (params, optimiser_state) whatever the
+chunk; inside one the latter is a :class:`ChunkState`, which has the
+optimiser's own in it.
 """
 
 from __future__ import annotations
@@ -28,13 +29,19 @@ from torch.utils._pytree import tree_map
 
 from fastweights.arguments import check_sizes
 from fastweights.deep.newton_schulz import EPS, newton_schulz
-from fastweights.fast_weights import Gradient, Optimiser, Params, Rate, factor
+from fastweights.fast_weights import (
+    Gradient,
+    Optimiser,
+    Params,
+    Rate,
+    broadcast_rate,
+)
 
 
-class ChunkMemory(NamedTuple):
+class ChunkState(NamedTuple):
     """A chunk in the making, without the weights of the moment."""
 
-    memory: Any
+    optimiser_state: Any
     """The optimiser's own."""
 
     start: Params
@@ -47,11 +54,13 @@ class ChunkMemory(NamedTuple):
     """Tokens of it that have been read."""
 
 
-def _chunk_of(params: Params, memory: Any) -> ChunkMemory:
+def _chunk_of(params: Params, optimiser_state: Any) -> ChunkState:
     """The chunk in the making, or one that begins here."""
-    if isinstance(memory, ChunkMemory):
-        return memory
-    return ChunkMemory(memory, params, tree_map(torch.zeros_like, params), 0)
+    if isinstance(optimiser_state, ChunkState):
+        return optimiser_state
+    return ChunkState(
+        optimiser_state, params, tree_map(torch.zeros_like, params), 0
+    )
 
 
 def stale(
@@ -66,16 +75,18 @@ def stale(
     check_sizes(size=size)
 
     def step(
-        params: Params, gradient: Gradient, memory: Any, *rates: Any
+        params: Params, gradient: Gradient, optimiser_state: Any, *rates: Any
     ) -> tuple[Params, Any]:
-        chunk = _chunk_of(params, memory)
+        chunk = _chunk_of(params, optimiser_state)
         slope = gradient(chunk.start if base is None else base)
-        params, memory = optimiser(
-            params, lambda _: slope, chunk.memory, *rates
+        params, optimiser_state = optimiser(
+            params, lambda _: slope, chunk.optimiser_state, *rates
         )
         if chunk.place + 1 == size:
-            return params, memory
-        return params, chunk._replace(memory=memory, place=chunk.place + 1)
+            return params, optimiser_state
+        return params, chunk._replace(
+            optimiser_state=optimiser_state, place=chunk.place + 1
+        )
 
     return step
 
@@ -92,32 +103,36 @@ def summed(
     is given), each times the first of its token's rates: a number per head
     or channel, or a nest of them, one per weight. The optimiser gets the
     other rates, of the last token of the sum. It steps anew at every token,
-    always from the chunk's first weights with the memory of that time; or
-    only at the chunk's last.
+    always from the chunk's first weights with the optimiser's state of that
+    time; or only at the chunk's last.
     """
     check_sizes(size=size)
     if every not in ("token", "chunk"):
         raise ValueError(f"every: got {every!r}, need 'token' or 'chunk'")
 
     def step(
-        params: Params, gradient: Gradient, memory: Any, rate: Any, *rates: Any
+        params: Params,
+        gradient: Gradient,
+        optimiser_state: Any,
+        rate: Any,
+        *rates: Any,
     ) -> tuple[Params, Any]:
-        chunk = _chunk_of(params, memory)
+        chunk = _chunk_of(params, optimiser_state)
         slope = gradient(chunk.start if base is None else base)
         if isinstance(rate, Tensor):
             rate = tree_map(lambda _: rate, slope)
 
         def add(total: Tensor, dW: Tensor, rate: Rate) -> Tensor:
-            return total + factor(rate, dW) * dW
+            return total + broadcast_rate(rate, dW) * dW
 
         total = tree_map(add, chunk.total, slope, rate)
         last = chunk.place + 1 == size
         if last or every == "token":
-            params, memory = optimiser(
-                chunk.start, lambda _: total, chunk.memory, *rates
+            params, optimiser_state = optimiser(
+                chunk.start, lambda _: total, chunk.optimiser_state, *rates
             )
         if last:
-            return params, memory
+            return params, optimiser_state
         return params, chunk._replace(total=total, place=chunk.place + 1)
 
     return step
@@ -129,10 +144,12 @@ def projected(
     """The optimiser, whose weights then go through ``project``."""
 
     def step(
-        params: Params, gradient: Gradient, memory: Any, *rates: Any
+        params: Params, gradient: Gradient, optimiser_state: Any, *rates: Any
     ) -> tuple[Params, Any]:
-        params, memory = optimiser(params, gradient, memory, *rates)
-        return project(params), memory
+        params, optimiser_state = optimiser(
+            params, gradient, optimiser_state, *rates
+        )
+        return project(params), optimiser_state
 
     return step
 
@@ -142,7 +159,7 @@ def unit_columns(W: Tensor, eps: float = 1e-5) -> Tensor:
     return W / (W.norm(dim=-2, keepdim=True) + eps)
 
 
-def norms_of(start: Params) -> Callable[[Params], Params]:
+def to_norms_of(start: Params) -> Callable[[Params], Params]:
     """A function that brings each unit's weights back to their norm in start.
 
     The units of W [..., K, N] are its columns: LaCT's 'rows', since papers
@@ -162,7 +179,7 @@ def norms_of(start: Params) -> Callable[[Params], Params]:
 
 
 def muon(
-    params: Params, gradient: Gradient, memory: Params, momentum: Rate
+    params: Params, gradient: Gradient, optimiser_state: Params, momentum: Rate
 ) -> tuple[Params, Params]:
     """A step of the orthogonalised running sum M <- momentum M + gradient.
 
@@ -171,19 +188,21 @@ def muon(
     """
 
     def gather(M: Tensor, dW: Tensor) -> Tensor:
-        return factor(momentum, M) * M + dW
+        return broadcast_rate(momentum, M) * M + dW
 
-    memory = tree_map(gather, memory, gradient(params))
+    optimiser_state = tree_map(gather, optimiser_state, gradient(params))
     return (
-        tree_map(lambda W, M: W - newton_schulz(M, eps=EPS), params, memory),
-        memory,
+        tree_map(
+            lambda W, M: W - newton_schulz(M, eps=EPS), params, optimiser_state
+        ),
+        optimiser_state,
     )
 
 
 def newton(
     params: Tensor,
     gradient: Gradient,
-    memory: Tensor,
+    optimiser_state: Tensor,
     rate: Rate,
     g: Rate,
     ridge: Float[Tensor, "*lead K"],
@@ -192,9 +211,9 @@ def newton(
 
     For a linear model [B, H, K, V] and the squared error. The tokens' decayed
     errors plus sum_d ridge_d |S_d|^2 / 2 have the curvature H + Diag(ridge),
-    with H <- e^g H + rate k k^T in memory [B, H, K, K]. S was the minimum
-    before, so that the gradient is now the token's own plus what is left of
-    the ridge's, (1 - e^g) Diag(ridge) S: recursive least squares with
+    with H <- e^g H + rate k k^T, the optimiser's state [B, H, K, K]. S was the
+    minimum before, so that the gradient is now the token's own plus what is
+    left of the ridge's, (1 - e^g) Diag(ridge) S: recursive least squares with
     forgetting, and MesaNet's optimum (von Oswald et al. 2025).
     """
 
@@ -209,9 +228,10 @@ def newton(
 
     basis = torch.eye(K, dtype=params.dtype, device=params.device)
     columns = [curvature(e) for e in basis]
-    keep = factor(g, memory).exp()
-    memory = keep * memory + factor(rate, memory) * torch.stack(columns, -1)
-    slope = factor(rate, params) * gradient(params)
+    keep = broadcast_rate(g, optimiser_state).exp()
+    added = broadcast_rate(rate, optimiser_state) * torch.stack(columns, -1)
+    optimiser_state = keep * optimiser_state + added
+    slope = broadcast_rate(rate, params) * gradient(params)
     slope = slope + (1 - keep) * ridge[..., None] * params
-    step = torch.linalg.solve(memory + torch.diag_embed(ridge), slope)
-    return params - step, memory
+    step = torch.linalg.solve(optimiser_state + torch.diag_embed(ridge), slope)
+    return params - step, optimiser_state

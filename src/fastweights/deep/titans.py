@@ -32,7 +32,7 @@ from fastweights.deep.network_arguments import (
     check_weight_and_bias,
 )
 from fastweights.dtypes import compute_dtype, without_autocast
-from fastweights.fast_weights import factor
+from fastweights.fast_weights import broadcast_rate
 from fastweights.ops.common import any_length
 from fastweights.ranks.group import refuse_ranks
 
@@ -251,5 +251,5 @@ def _blend(
     keep: Tensor, carry: Tensor | None, M: Tensor, S: Tensor, moved: Tensor
 ) -> Tensor:
     """keep M + carry S - moved, with keep and carry per head [B, H]."""
-    M = factor(keep, M) * M - moved
-    return M if carry is None else M + factor(carry, M) * S
+    M = broadcast_rate(keep, M) * M - moved
+    return M if carry is None else M + broadcast_rate(carry, M) * S
