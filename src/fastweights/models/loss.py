@@ -46,57 +46,60 @@ MAX_LOGITS = 2**25
 """Probabilities that are in fp32 at once."""
 
 
-def cross_entropy(
-    x: Float[Tensor, "*rows D"],
-    weight: Head,
+def linear_cross_entropy(
+    hidden: Float[Tensor, "*rows D"],
+    head_weight: Head,
     targets: Int[Tensor, "*rows"],
     ignore_index: int = -100,
 ) -> Float[Tensor, ""]:
-    """The mean of -log softmax(weight x)[target], in nats, and in fp32.
+    """The mean of -log softmax(head_weight hidden)[target], in nats, in fp32.
 
-    What F.cross_entropy(x @ weight.T, targets) is, with the difference that
-    a mean over no targets at all is 0. Under autocast x and weight are
-    rounded on their way in, and the logits are fp32 from there on. A gradient
-    of its gradients is refused.
+    What F.cross_entropy(hidden @ head_weight.T, targets) is, with the
+    difference that a mean over no targets at all is 0. Under autocast hidden
+    and head_weight are rounded on their way in, and the logits are fp32 from
+    there on. A gradient of its gradients is refused.
 
     Args:
-        x: hidden states, one row per prediction.
-        weight: the head's, one row per token of the vocabulary.
+        hidden: states of the last layer, one row per prediction.
+        head_weight: the head's matrix, one row per token of the vocabulary.
         targets: tokens, 0 to V - 1, or ``ignore_index``.
         ignore_index: marks rows that predict nothing.
 
     Returns:
-        the mean, [], fp32 (fp64 if x is).
+        the mean, [], fp32 (fp64 if hidden is).
     """
     if torch_internals.under_transform():
-        logits = F.linear(*cast_for_autocast(x, weight))
+        logits = F.linear(*cast_for_autocast(hidden, head_weight))
         return losses_of_logits(logits, targets, ignore_index)
-    _check(x, weight, targets, ignore_index)
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        total = _SummedLoss.apply(x, weight, targets, ignore_index)
+    _check(hidden, head_weight, targets, ignore_index)
+    if torch.is_grad_enabled() and (
+        hidden.requires_grad or head_weight.requires_grad
+    ):
+        total = _SummedLoss.apply(hidden, head_weight, targets, ignore_index)
     else:
-        total = _losses(x, weight, targets, ignore_index)[0].sum()
+        total = _losses(hidden, head_weight, targets, ignore_index)[0].sum()
     return total / _num_targets(targets, ignore_index)
 
 
 def token_losses(
-    x: Float[Tensor, "*rows D"],
-    weight: Head,
+    hidden: Float[Tensor, "*rows D"],
+    head_weight: Head,
     targets: Int[Tensor, "*rows"],
     ignore_index: int = -100,
 ) -> Float[Tensor, "*rows"]:
-    """Each row's -log softmax(weight x)[target], 0 where it is ignored.
+    """Each row's -log softmax(head_weight hidden)[target], 0 if ignored.
 
     It has no gradient; for evaluation.
 
     Args:
-        x, weight, targets, ignore_index: as in :func:`cross_entropy`.
+        hidden, head_weight, targets, ignore_index: as in
+            :func:`linear_cross_entropy`.
 
     Returns:
-        one loss per row, fp32 (fp64 if x is).
+        one loss per row, fp32 (fp64 if hidden is).
     """
-    _check(x, weight, targets, ignore_index)
-    return _losses(x, weight, targets, ignore_index)[0]
+    _check(hidden, head_weight, targets, ignore_index)
+    return _losses(hidden, head_weight, targets, ignore_index)[0]
 
 
 def losses_of_logits(
@@ -105,7 +108,7 @@ def losses_of_logits(
     ignore_index: int = -100,
     reduction: Literal["mean", "none"] = "mean",
 ) -> Float[Tensor, "*rows"] | Float[Tensor, ""]:
-    """The mean of :func:`cross_entropy`, or each row's loss, from logits.
+    """:func:`linear_cross_entropy`'s mean, or each row's loss, from logits.
 
     It has gradients of any order, and works under torch.func.
     """
@@ -156,14 +159,22 @@ def check_tokens(
         )
 
 
-def _check(x: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> None:
+def _check(
+    hidden: Tensor, head_weight: Tensor, targets: Tensor, ignored: int
+) -> None:
     """Raise for the first argument that does not fit the others."""
-    check_tensors(x=x, weight=weight)
-    if weight.dtype != x.dtype and not under_autocast(x):
-        raise TypeError(f"weight: got {weight.dtype}, need x's, {x.dtype}")
-    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        refuse_shape("weight", weight, f"[V, {x.shape[-1]}]")
-    check_tokens("targets", targets, len(weight), x.shape[:-1], ignored)
+    check_tensors(hidden=hidden, head_weight=head_weight)
+    if head_weight.dtype != hidden.dtype and not under_autocast(hidden):
+        raise TypeError(
+            f"head_weight: got {head_weight.dtype}, need hidden's, "
+            f"{hidden.dtype}"
+        )
+    D = hidden.shape[-1]
+    if head_weight.dim() != 2 or head_weight.shape[1] != D:
+        refuse_shape("head_weight", head_weight, f"[V, {D}]")
+    check_tokens(
+        "targets", targets, len(head_weight), hidden.shape[:-1], ignored
+    )
 
 
 def _num_targets(targets: Tensor, ignored: int) -> Tensor:
@@ -231,8 +242,8 @@ class _SummedLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
-                "cross_entropy: its gradient has no gradient (create_graph); "
-                "F.cross_entropy of all logits has one"
+                "linear_cross_entropy: its gradient has no gradient "
+                "(create_graph); F.cross_entropy of all logits has one"
             )
         (dtotal,) = gradients
         # In half precision one over their number would be off by .2 %, the
@@ -322,8 +333,8 @@ def _fake(
 
 # One node of a compiled graph, for any number of rows.
 IN_PIECES = register(
-    "cross_entropy(Tensor x, Tensor weight, Tensor targets, int ignored, "
-    "bool gradients) -> Tensor[]",
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, "
+    "int ignored, bool gradients) -> Tensor[]",
     _losses_in_pieces,
     _fake,
 )

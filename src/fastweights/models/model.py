@@ -32,7 +32,7 @@ from fastweights.layers.common.plain_modules import (
 from fastweights.models.config import LAYERS, ModelConfig
 from fastweights.models.loss import (
     check_tokens,
-    cross_entropy,
+    linear_cross_entropy,
     losses_of_logits,
     next_tokens,
     token_losses,
@@ -267,7 +267,9 @@ class LanguageModel(CheckedModule):
                 return losses_of_logits(
                     logits, targets, ignore_index, reduction
                 )
-            loss = cross_entropy if reduction == "mean" else token_losses
+            loss = (
+                linear_cross_entropy if reduction == "mean" else token_losses
+            )
             return loss(x, weight, targets, ignore_index)
         x, after = self.hidden(tokens, states, cu_seqlens)
         return self.logits(x), after
