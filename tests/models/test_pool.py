@@ -26,7 +26,9 @@ def logits_of(m, pool, rows, lengths, tokens, *offsets):
 
 
 NARROW = [
-    x for x in model_cases.KINDS if getattr(LAYERS[x], "S_may_be_bf16", False)
+    x
+    for x in model_cases.KINDS
+    if getattr(LAYERS[x], "supports_bf16_state", False)
 ]
 
 

@@ -72,7 +72,7 @@ class SoftmaxAttention(Layer):
         norm_eps: of the norms of q and k.
     """
 
-    handles_num_accepted = True
+    supports_num_accepted = True
 
     def __init__(
         self,

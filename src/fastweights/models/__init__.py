@@ -21,17 +21,22 @@ A layer class of your own joins the table :data:`LAYERS` under a name:
 ``MyLayer(dim, ..., device=device, dtype=dtype)`` and has to go by
 ``y, state = layer(x, state=None, cu_seqlens=None)`` as those of
 :mod:`fastweights.layers` do.
-"""
 
-# config, then model, which it describes, and loss. generate is streaming, of
-# which decoding is a token: sampling draws it, captured_step makes it one
-# launch, speculation guesses several. pool has the states of requests that
-# come and go. A model on a disk is files, in transformers' form transformers
-# and transformers_config.
+Of the modules ``config`` comes first, then ``model``, which it describes, and
+``loss``. ``generate`` is in ``streaming``, a token of it in ``decoding``:
+``sampling`` draws it, ``captured_step`` makes it one launch, ``speculation``
+guesses several. ``pool`` has the states of requests that come and go,
+``files`` a model on a disk, ``transformers`` and ``transformers_config`` one
+in that package's form.
+"""
 
 from fastweights.models.config import LAYERS, ModelConfig
 from fastweights.models.files import load
-from fastweights.models.loss import cross_entropy, next_tokens, token_losses
+from fastweights.models.loss import (
+    linear_cross_entropy,
+    next_tokens,
+    token_losses,
+)
 from fastweights.models.model import Block, LanguageModel, SwiGLU
 from fastweights.models.pool import StatePool
 from fastweights.models.transformers import from_transformers
@@ -43,8 +48,8 @@ __all__ = [
     "ModelConfig",
     "StatePool",
     "SwiGLU",
-    "cross_entropy",
     "from_transformers",
+    "linear_cross_entropy",
     "load",
     "next_tokens",
     "token_losses",

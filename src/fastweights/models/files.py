@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def load(
     Args:
         folder: where :meth:`LanguageModel.save` put it.
         device: where its parameters shall be.
-        dtype: theirs; the one of the file if None.
+        dtype: theirs; None: each has its own of the file.
 
     Returns:
         the model, for training as for inference.
@@ -102,10 +103,10 @@ def load(
         saved = tensors.load_file(str(folder / WEIGHTS))
     except SafetensorError as error:
         raise ValueError(f"{folder / WEIGHTS}: {error}") from error
-    if dtype is None and saved:
-        dtype = next(iter(saved.values())).dtype
+    most = Counter(x.dtype for x in saved.values()).most_common(1)
     device = None if device is None else torch.device(device)
-    model = LanguageModel(config, device=device, dtype=dtype)
+    made_in = most[0][0] if dtype is None and most else dtype
+    model = LanguageModel(config, device=device, dtype=made_in)
     wanted = model.state_dict()
     faults = [f"lacks {name}" for name in wanted if name not in saved]
     faults += [f"has {name}" for name in saved if name not in wanted]
@@ -120,6 +121,9 @@ def load(
             f"{folder / WEIGHTS}: {faults[0]}{others}: it is not of the model "
             f"in {CONFIG}"
         )
+    if dtype is None:
+        for name, x in model.named_parameters():
+            x.data = x.data.to(saved[name].dtype)
     model.load_state_dict(saved)
     return model
 

@@ -94,7 +94,7 @@ class StatePool:
         family = {
             x
             for x, layer in LAYERS.items()
-            if getattr(layer, "S_may_be_bf16", False)
+            if getattr(layer, "supports_bf16_state", False)
         }
         if others := sorted(layer_types - family - {"softmax"}):
             raise ValueError(

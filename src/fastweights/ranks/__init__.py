@@ -1,4 +1,6 @@
-"""One sequence on many processes, each with a shard of its tokens."""
+"""One sequence on many processes, each with a shard of its tokens.
 
-# group is who shares a sequence, shard which tokens and states each one has.
-# prefix composes maps over ranks; exchange does while kernels run.
+``group`` says who shares a sequence, ``shard`` which tokens and states each
+one has. ``prefix`` composes maps over ranks; ``exchange`` does while kernels
+run.
+"""

@@ -10,13 +10,15 @@ and Mamba's selective scan have steps of their own.
     phi = fw.feature_maps.elu1
     o, state = fw.linear_attention(q, k, v, feature_map=phi, normalize=True)
     linear_attention_step(q, k, v, state=state, feature_map=phi)
-"""
 
-# engine decides which request reads or steps, model_runner calls the model for
-# them. A request is in request, states kept for others that begin alike in
-# prefixes. These are friends: a request calls its engine's methods with an
-# underscore, engine and model_runner set its row and num_drawn, and look into
-# the pool's free and tokens_read. Operators' steps are in ops, pool in models.
+Of the modules ``engine`` decides which request reads or steps, and
+``model_runner`` calls the model for them. A request is in ``request``, states
+kept for others that begin alike in ``prefixes``; operators' steps are in
+:mod:`fastweights.ops`, the pool in :mod:`fastweights.models`. These modules
+share what others may not touch: a request calls its engine's methods with an
+underscore, engine and runner set its ``row`` and ``num_drawn``, and look into
+the pool's ``free`` and ``tokens_read``.
+"""
 
 from fastweights.models.pool import StatePool
 from fastweights.ops.decode import NARROW_STATE_DTYPES, decode_step

@@ -201,7 +201,7 @@ def can_capture_prefills(model: LanguageModel, pool: StatePool) -> bool:
     """
     weight = model.embedding.weight
     layers = [block.get_submodule("layer") for block in model.blocks]
-    if not all(getattr(x, "packs_are_capturable", False) for x in layers):
+    if not all(getattr(x, "supports_captured_packs", False) for x in layers):
         return False
     widths = {state.tensor("S").shape[-2] for state in pool.states}
     queries = [weight.new_empty(K) for K in widths]

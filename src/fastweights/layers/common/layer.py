@@ -41,7 +41,6 @@ WITHOUT_WEIGHT_DECAY = re.compile(
 ARGUMENT_ALIASES = {
     "d_conv": "conv_size",
     "checkpoint": "recompute",
-    "checkpoint": "recompute",
     "conv_kernel": "conv_size",
     "correction_factor": "correction",
     "d_model": "dim",
@@ -124,23 +123,25 @@ class Layer(CheckedModule):
     With gradients a call leaves the state that came in as it was. Without
     (torch.no_grad) it changes that state in place: to go on from one state
     twice, give each call a ``state.clone()``.
+
+    A class says by attributes, all False here, what its ``compute`` can do:
+
+    * ``reads_packs_as_rows``: it is to get packed sequences as rows, filled up
+      to the longest;
+    * ``supports_num_accepted``: it does what ``LayerState.num_accepted`` asks
+      for; else it is called for a token at a time;
+    * ``supports_bf16_state``: a step reads and writes a pool's S in bf16;
+    * ``supports_captured_packs``: kernels read packs without waiting for the
+      device, so that CUDA graphs can have them.
     """
 
     dim: int
     """Width D of x and y."""
 
     reads_packs_as_rows: bool = False
-    """Whether it reads packed sequences as rows, filled up to the longest."""
-
-    handles_num_accepted: bool = False
-    """Whether ``compute`` does what ``LayerState.num_accepted`` asks for. Else
-    it is called for a token at a time."""
-
-    S_may_be_bf16: bool = False
-    """Whether a step reads and writes a pool's S in bf16."""
-
-    packs_are_capturable: bool = False
-    """Whether kernels read packs without waiting: for CUDA graphs."""
+    supports_num_accepted: bool = False
+    supports_bf16_state: bool = False
+    supports_captured_packs: bool = False
 
     preallocate_state: Callable[..., LayerState] | None = None
     """Where states grow: makes an empty one of (num_sequences, capacity)."""
@@ -161,7 +162,7 @@ class Layer(CheckedModule):
         partly = state is not None and state.num_accepted is not None
         if self.reads_packs_as_rows and cu_seqlens is not None:
             y, after = compute_by_length(self.compute, x, state, cu_seqlens)
-        elif partly and not self.handles_num_accepted:
+        elif partly and not self.supports_num_accepted:
             y, after = compute_by_token(self.compute, x, state)
         else:
             y, after = self.compute(x, state, cu_seqlens)
@@ -243,7 +244,9 @@ class Layer(CheckedModule):
 class FamilyLayer(Layer):
     """A layer whose recurrence is of the family: :func:`run_recurrence`'s."""
 
-    handles_num_accepted = S_may_be_bf16 = packs_are_capturable = True
+    supports_num_accepted = True
+    supports_bf16_state = True
+    supports_captured_packs = True
 
 
 def _row_shapes(state: LayerState) -> dict[str, tuple[int, ...]]:
