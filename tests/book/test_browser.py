@@ -104,7 +104,7 @@ def tab(browser: Browser) -> Iterator[Tab]:
     tab.close()
 
 
-def judged(tab: Tab, theme: str, **options: Any) -> list[str]:
+def find_violations(tab: Tab, theme: str, **options: Any) -> list[str]:
     """What axe finds serious or critical."""
     tab.run(f"{THEME} = '{theme}'")
     options |= {"resultTypes": ["violations"]}
@@ -143,8 +143,8 @@ def test_a_page(page: Path, tab: Tab, subtests: pytest.Subtests) -> None:
     with subtests.test("axe"):
         tab.run(f"({BARE})('pre, math')")
         tab.run(AXE.read_text("utf-8"))
-        assert not judged(tab, "light")
-        assert not judged(tab, "dark", runOnly=["color-contrast"])
+        assert not find_violations(tab, "light")
+        assert not find_violations(tab, "dark", runOnly=["color-contrast"])
 
 
 def test_equations_need_no_script(tab: Tab) -> None:

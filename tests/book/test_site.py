@@ -124,7 +124,7 @@ def test_scripts_name_no_unknown_host() -> None:
     assert found <= NAMED_ONLY
 
 
-def loaded(page: Path) -> set[Path]:
+def files_of(page: Path) -> set[Path]:
     """The files that a browser loads for a page, itself and fonts included."""
     files = {page}
     for address in resources(page):
@@ -139,12 +139,12 @@ def loaded(page: Path) -> set[Path]:
 
 @each_page
 def test_what_a_page_loads_is_there(page: Path) -> None:
-    assert not [file for file in loaded(page) if not file.is_file()]
+    assert not [file for file in files_of(page) if not file.is_file()]
 
 
 @each_page
 def test_a_page_is_light(page: Path) -> None:
-    files = loaded(page)
+    files = files_of(page)
     assert len(files) <= 20
     most = 500_000 if page.stem == "index" else 1_000_000
     weights = {file.name: file.stat().st_size for file in files}

@@ -87,7 +87,7 @@ def formula(x, *, scale=None):
     return o, torch.stack(states)
 
 
-def activated(x, bound):
+def activate(x, bound):
     """The gate, as fla.ops.kda.gate and gated_delta_rule.gate have it."""
     g = x["g"] + x["dt_bias"].view(x["g"].shape[2:])
     A = x["A_log"].exp()
@@ -153,7 +153,7 @@ def test_functions(name, unit, gate, beta, state, layout):
         for key in "qk":
             x[key] = x[key] / (x[key].pow(2).sum(-1)[..., None] + 1e-6).sqrt()
     if gate != "given":
-        x["g"] = activated(x, -3.0 if gate == "bound" else None)
+        x["g"] = activate(x, -3.0 if gate == "bound" else None)
     if beta != "given":
         x["beta"] = 1 / (1 + (-x["beta"]).exp())
         x["beta"] = x["beta"] * (2 if beta == "negative" else 1)
@@ -348,7 +348,7 @@ def two_keys(name, T):
     return {k: y.double() if torch.is_tensor(y) else y for k, y in x.items()}
 
 
-def stepped(name, x, scale):
+def run_steps(name, x, scale):
     """FLA's recurrences as naive.py has them, but Comba's as its kernels."""
     S, outputs = x["initial_state"], []
     read, outer = steps.read, steps.outer
@@ -381,7 +381,7 @@ def stepped(name, x, scale):
 def test_a_key_that_erases(name, T):
     function, x = getattr(fla, name), two_keys(name, T)
     scale = 1.0 if name.endswith("rwkv7") else K**-0.5
-    want, last = stepped(name, x, scale)
+    want, last = run_steps(name, x, scale)
     o, state = function(**x, output_final_state=True)
     assert relative_error(o, want) <= 1e-11
     assert relative_error(state, last) <= 1e-11
@@ -511,7 +511,7 @@ def test_every_argument_is_explained(name):
         assert f"\n    {argument}: " in function.__doc__
 
 
-def convolved(x, weight, bias, activation, before, document):
+def convolve(x, weight, bias, activation, before, document):
     """y [B, D, T] by a loop over everything."""
     B, D, T = x.shape
     W = weight.shape[1]
@@ -559,7 +559,7 @@ def test_convolution(W, bias, activation, packing, dtype):
         document = [[0] * 5 + [1] * 7]
         options = {"cu_seq_lens_q": torch.tensor([0, 1, 8])}
     y = causal_conv1d_fn(x, weight, b, activation=activation, **options)
-    ref = convolved(x, weight, b, activation, before, document)
+    ref = convolve(x, weight, b, activation, before, document)
     if packing == "states":
         y, final = y
         assert final is options["final_states_out"]
@@ -579,7 +579,7 @@ def test_convolution_of_rows_of_documents(graph):
     if graph:
         convolve = torch.compile(convolve, backend="eager", fullgraph=True)
     y = convolve(x, weight, None, seq_idx)
-    ref = convolved(x, weight, None, None, None, seq_idx.tolist())
+    ref = convolve(x, weight, None, None, None, seq_idx.tolist())
     assert relative_error(y, ref) <= 1e-6
 
 

@@ -30,6 +30,7 @@ from support.compat_cases import (
     modeling,
     with_spread_gates,
 )
+from support.inputs import assert_same
 
 import fastweights as fw
 from fastweights import compat
@@ -114,7 +115,7 @@ def token_ids(B=2, T=70):
     return torch.randint(2, 64, (B, T))
 
 
-def trained(m, **inputs):
+def train(m, **inputs):
     """Logits, and all parameters' gradients of a loss of them."""
     m.zero_grad()
     logits = m(use_cache=False, **inputs).logits
@@ -125,21 +126,19 @@ def trained(m, **inputs):
     }
 
 
-def assert_same(grads, wanted):
+def assert_same_grads(grads, wanted):
     """Of two of our fp32 runs: within 1e-5, or as far as fp32 goes.
 
     The two parameters of the gates have one number per head, whose gradient
     is a sum over all tokens that cancels: each run is up to 2.4e-5 from
     fp64 (transformers' own up to 4.2e-5), so that two may lie 5e-5 apart.
     """
-    assert grads.keys() == wanted.keys()
-    for key in grads:
-        few = key.endswith(("A_log", "dt_bias"))
-        tolerance = 5e-5 if few else 1e-5
-        assert relative_error(grads[key], wanted[key]) <= tolerance, key
+    few = ("A_log", "dt_bias")
+    tolerance = {x: 5e-5 if x.endswith(few) else 1e-5 for x in grads}
+    assert_same(grads, wanted, tolerance)
 
 
-def doubled(m):
+def to_fp64(m):
     m = copy.deepcopy(m).double()
     m.config._experts_implementation = "eager"  # grouped_mm has no fp64
     for layer in m.modules():  # minimax's own decays were made in fp32
@@ -166,7 +165,7 @@ def gates_of(patch):
         yield given
 
 
-def written(gates):
+def sum_gates(gates):
     """g dg of each layer, [heads, the rest], whose sums are A_log's dA_log."""
     return [
         (g.detach() * g.grad).double().movedim(2, 0).flatten(1) for g in gates
@@ -183,25 +182,27 @@ def test_logits_and_gradients_are_those_of_transformers(name, monkeypatch):
     may the sum be off, in either of the two fp32 runs.
     """
     m, inputs = tiny_model(name), {"input_ids": token_ids()}
-    _, theirs = trained(m, **inputs)
+    _, theirs = train(m, **inputs)
     with (
         fw.patch_transformers() as handle,
         record_backends() as ran,
         gates_of(monkeypatch) as gates,
     ):
         assert modeling(name).__name__ in handle.replaced
-        got, grads = trained(m, **inputs)
+        got, grads = train(m, **inputs)
     runs = sum(RUNS.get(name, (2, 2)))
     assert Counter(ran) == Counter(
         {"torch forward": runs, "torch backward": runs}
     )
     with InDouble():
-        want, wanted = trained(doubled(m), **inputs)
+        want, wanted = train(to_fp64(m), **inputs)
         with fw.patch_transformers(), gates_of(monkeypatch) as exact:
-            wide, wider = trained(doubled(m), **inputs)
+            wide, wider = train(to_fp64(m), **inputs)
     keys = [key for key in grads if key.endswith("A_log")]
     budget = {}
-    for key, x, ref in zip(keys, written(gates), written(exact), strict=False):
+    for key, x, ref in zip(
+        keys, sum_gates(gates), sum_gates(exact), strict=False
+    ):
         assert relative_error(x, ref) <= 5e-6
         folds = ref.abs().sum(1).norm() / ref.sum(1).norm()
         budget[key] = 5e-6 * folds.item()
@@ -278,16 +279,16 @@ def test_each_packed_document_is_itself_alone(name, by):
     assert torch.equal(inputs.pop("input_ids"), row)
     del inputs["labels"]
     with fw.patch_transformers():
-        logits, grads = trained(m, input_ids=row, **inputs)
+        logits, grads = train(m, input_ids=row, **inputs)
         total = dict.fromkeys(grads, 0.0)
         for ids, packed in zip(
             row.split(LENGTHS, 1), logits.split(LENGTHS, 1), strict=True
         ):
-            alone, part = trained(m, input_ids=ids)
+            alone, part = train(m, input_ids=ids)
             assert (packed - alone).abs().max() <= 1e-5
             for key in part:
                 total[key] = total[key] + part[key] * ids.shape[1] / 70
-    assert_same(grads, total)
+    assert_same_grads(grads, total)
 
 
 COMPILED = [
@@ -340,13 +341,13 @@ def test_training_on_packed_documents_compiles_whole(name, backend):
     }
     torch._dynamo.reset()
     with fw.patch_transformers():
-        want, wanted = trained(m, **inputs)
+        want, wanted = train(m, **inputs)
         whole = torch.compile(m, fullgraph=True, backend=backend)
         logits = whole(use_cache=False, **inputs).logits
         m.zero_grad()
         logits.square().mean().backward()
     assert (logits - want).abs().max() <= 1e-5
-    assert_same({key: x.grad for key, x in m.named_parameters()}, wanted)
+    assert_same_grads({key: x.grad for key, x in m.named_parameters()}, wanted)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "minimax"])

@@ -65,7 +65,7 @@ def errors_of(found, wanted):
     return tuple(map(relative_error, found, wanted))
 
 
-def trained(m):
+def train(m):
     """Logits, and the gradients of a loss of them, in fp32."""
     tokens = torch.arange(2 * 700, device="cuda").view(2, 700) ** 2 % 253 + 2
     m.zero_grad()
@@ -86,7 +86,7 @@ def in_pytorch(name):
     patch.undo()
 
 
-def untuned(monkeypatch):
+def skip_tuning(monkeypatch):
     """Triton takes the first setting of each kernel: tuning takes minutes."""
     from triton.runtime.autotuner import Autotuner
 
@@ -105,17 +105,17 @@ def untuned(monkeypatch):
 def test_as_near_to_fp32_as_others_in_bf16(name, monkeypatch):
     low, errors = copy.deepcopy(tiny_model(name)).bfloat16(), {}
     with in_pytorch(name):
-        wanted = trained(tiny_model(name))
-        errors["PyTorch"] = errors_of(trained(low), wanted)
+        wanted = train(tiny_model(name))
+        errors["PyTorch"] = errors_of(train(low), wanted)
     if importlib.util.find_spec("fla") is not None:
         from fla.ops.common import chunk_o
 
         # Its guard against a backward that is miscompiled at other sizes.
         monkeypatch.setattr(chunk_o, "TRITON_ABOVE_3_7_1", True)
-        untuned(monkeypatch)
-        errors["FLA"] = errors_of(trained(low), wanted)
+        skip_tuning(monkeypatch)
+        errors["FLA"] = errors_of(train(low), wanted)
     with fw.patch_transformers(), record_backends() as ran:
-        ours = errors_of(trained(low), wanted)
+        ours = errors_of(train(low), wanted)
     assert ran.count("triton forward") == ran.count("triton backward") >= 4
     print(name, "ours", ours, errors)
     for who, theirs in errors.items():
@@ -126,9 +126,9 @@ def test_as_near_to_fp32_as_others_in_bf16(name, monkeypatch):
 @pytest.mark.parametrize("name", DENSE)
 def test_in_fp32_it_is_the_same_model(name):
     with in_pytorch(name):
-        want, wanted = trained(tiny_model(name))
+        want, wanted = train(tiny_model(name))
     with fw.patch_transformers():
-        got, grads = trained(tiny_model(name))
+        got, grads = train(tiny_model(name))
     assert relative_error(got, want) < 1e-4
     assert relative_error(grads, wanted) < 1e-4
 

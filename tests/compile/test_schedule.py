@@ -48,7 +48,7 @@ T = RuntimeNumber("T")
 rules = pytest.mark.parametrize("rule", RULES)
 
 
-def low(x):
+def to_bf16(x):
     """The same in bf16, states in fp32."""
     return {
         name: t.float() if name == "initial_state" else t.bfloat16()
@@ -65,7 +65,7 @@ def specialization(kernel, arguments):
     return bind(*arguments)[1]
 
 
-def is_room(x):
+def is_spec(x):
     return isinstance(x, TensorSpec)
 
 
@@ -73,7 +73,7 @@ def as_called(x, q, lengths):
     """An argument of a launch, with the tensors of a call of these lengths."""
     if isinstance(x, tuple):
         return regroup(x, (as_called(y, q, lengths) for y in x))
-    if is_room(x):
+    if is_spec(x):
         return x.empty(q, x.shape(lengths))
     return stand_in(x)  # numbers: of the stand-in Triton takes the type only
 
@@ -101,7 +101,7 @@ def test_a_schedule_has_the_kernels_of_every_length(gate, rule):
     q = torch.empty(0, device="meta")
     found, cuts = {}, set()
     for B, T, K in itertools.product((1, 3), (1, 16, 37, 2100), (33, 64)):
-        x = low(member_inputs(gate, rule, B=B, T=T, H=1, HV=3, K=K, V=40))
+        x = to_bf16(member_inputs(gate, rule, B=B, T=T, H=1, HV=3, K=K, V=40))
         ends = [(x["initial_state"], None), (None, None)]
         if B == 1:
             ends.append((None, torch.tensor([0, T // 2, T])))
@@ -113,9 +113,9 @@ def test_a_schedule_has_the_kernels_of_every_length(gate, rule):
                 for step in schedule.launches:
                     assert step.programs.value(lengths) > 0
                     seen = [as_called(t, q, lengths) for t in step.arguments]
-                    for room in filter(is_room, flatten(step.arguments)):
-                        made = room.empty(q, room.shape(lengths))
-                        assert made.dtype == room.dtype
+                    for spec in filter(is_spec, flatten(step.arguments)):
+                        made = spec.empty(q, spec.shape(lengths))
+                        assert made.dtype == spec.dtype
                     stand_ins = [*map(stand_in, step.arguments)]
                     now = specialization(step.kernel, stand_ins)
                     assert now == specialization(step.kernel, seen)
@@ -130,7 +130,7 @@ def test_a_new_length_is_of_a_known_kind(gate, rule):
     stages.forward_schedule.cache_clear()
     stages.backward_schedule.cache_clear()
     for T in range(65, 500, 29):
-        x = low(member_inputs(gate, rule, T=T, H=1, HV=1, K=16, V=16))
+        x = to_bf16(member_inputs(gate, rule, T=T, H=1, HV=1, K=16, V=16))
         schedules(x, (None, None))
     assert stages.forward_schedule.cache_info().misses == 1
     assert stages.backward_schedule.cache_info().misses == 1
@@ -387,7 +387,7 @@ def test_tensors_of_a_buffer_are_aligned():
 
 def test_a_call_aligns_its_inputs():
     """Slices at any address are copied; what is aligned is not."""
-    inputs = low(member_inputs("none", "additive", T=64, H=1, K=64, V=64))
+    inputs = to_bf16(member_inputs("none", "additive", T=64, H=1, K=64, V=64))
     x = [inputs[name] for name in "qkv"]
     v = torch.empty(x[2].numel() + 1, dtype=x[2].dtype)[1:]
     v = v.view_as(x[2]).copy_(x[2])
@@ -418,7 +418,7 @@ def test_no_tile_reads_the_next_head(V, BV, tma, rule):
 @pytest.mark.parametrize("gate", GATES)
 def test_data_at_any_address(gate, rule):
     """Where it is aligned, where it is not, and again: the same bits."""
-    x = low(member_inputs(gate, rule, T=100, K=64, V=64))
+    x = to_bf16(member_inputs(gate, rule, T=100, K=64, V=64))
     do = torch.randn(1, 100, 2, 64, dtype=torch.bfloat16)
 
     def results(place):

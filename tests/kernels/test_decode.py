@@ -40,7 +40,7 @@ SMALLER = SHAPES | {
 STRENGTHS = (0.0, -1e-3, -5.0, -10.0, -20.0)
 
 
-def call(gate="channel", rule="delta", device="cpu", **sizes):
+def make_step(gate="channel", rule="delta", device="cpu", **sizes):
     """A member's inputs as decode_step takes them, all else by keyword."""
     x = {
         name: t.to(device)
@@ -49,12 +49,12 @@ def call(gate="channel", rule="delta", device="cpu", **sizes):
     return x | {"state": x.pop("initial_state")}
 
 
-def shaped(gate, rule, shape, **options):
+def make_shaped_step(gate, rule, shape, **options):
     sizes = dict(zip(("B", "T", "H", "HV", "K", "V"), shape, strict=True))
-    return call(gate, rule, **sizes, **options)
+    return make_step(gate, rule, **sizes, **options)
 
 
-def token(x, t):
+def cut_token(x, t):
     """The arguments for token t alone, with the same state."""
     return {
         name: y
@@ -64,7 +64,7 @@ def token(x, t):
     }
 
 
-def expected(x):
+def loop_results(x):
     """Outputs and the state after them, from the loop in fp64."""
     x = {name: t.double() for name, t in x.items()}
     return fw.decode_step(**x, backend="loop"), x["state"]
@@ -72,7 +72,7 @@ def expected(x):
 
 def judge(x):
     """Output and state are within their budgets of the loop's."""
-    ref = expected(x)
+    ref = loop_results(x)
     with ops.record_backends() as ran:
         o = fw.decode_step(**x, backend="triton")
     assert ran == ["triton decode"]
@@ -90,18 +90,20 @@ def judge(x):
 )
 def test_the_kernel_is_the_loop(gate, rule, shape, device, dtype):
     sizes = (SMALLER if device == "cpu" else SHAPES)[shape]
-    judge(shaped(gate, rule, sizes, dtype=dtype, device=device))
+    judge(make_shaped_step(gate, rule, sizes, dtype=dtype, device=device))
 
 
 @parametrize_all(gate=GATES, rule=RULES, index=(torch.int32, torch.int64))
 @on_devices(cpu=["float32"], cuda=["bfloat16"])
 def test_rows_of_a_pool(gate, rule, index, device, dtype):
     """Three sequences whose states lie in rows 4, none and 1 of five."""
-    x = call(gate, rule, device, B=3, T=2, H=1, HV=2, K=20, V=33, dtype=dtype)
+    x = make_step(
+        gate, rule, device, B=3, T=2, H=1, HV=2, K=20, V=33, dtype=dtype
+    )
     pool = torch.randn(5, 2, 20, 33, device=device)
     rows = torch.tensor([4, -1, 1], device=device, dtype=index)
     alone = x | {"state": pool[[4, 0, 1]].clone()}
-    o_ref, S_ref = expected(alone)
+    o_ref, S_ref = loop_results(alone)
     o_ref[1] = 0
     before = pool.clone()
     with ops.record_backends() as ran:
@@ -119,7 +121,7 @@ def test_rows_of_a_pool(gate, rule, index, device, dtype):
 def test_a_state_takes_in_what_is_accepted(gate, rule, device):
     """Outputs are all tokens'; states those after 0, 1, 3 and 4 of them."""
     sizes = {"B": 4, "T": 4, "H": 1, "HV": 2, "K": 20, "V": 33}
-    x = call(gate, rule, device, **sizes, dtype=torch.float32)
+    x = make_step(gate, rule, device, **sizes, dtype=torch.float32)
     rows, n = torch.tensor([[3, 1, 0, 4], [0, 1, 3, 4]], device=device)
     pool = torch.randn(5, 2, 20, 33, device=device)
     wanted = pool.clone()
@@ -132,9 +134,9 @@ def test_a_state_takes_in_what_is_accepted(gate, rule, device):
         }
         state = {"state": pool[rows[b]][None].clone()}
         if n[b]:
-            _, S = expected(first | state)
+            _, S = loop_results(first | state)
             wanted[rows[b]] = S[0].float()
-    o_ref, _ = expected(x | {"state": pool[rows].clone()})
+    o_ref, _ = loop_results(x | {"state": pool[rows].clone()})
     names = ("q", "k", "v", "g", "beta")
     o = decode(
         *(x.get(name) for name in names),
@@ -154,7 +156,7 @@ def test_a_state_in_bf16(device):
     The interpreter rounds towards zero, a GPU to the nearest.
     """
     rounding = 2**-7 if device == "cpu" else 2**-8
-    x = call(device=device, T=3, HV=2, K=20, V=33, dtype=torch.float32)
+    x = make_step(device=device, T=3, HV=2, K=20, V=33, dtype=torch.float32)
     x["state"] = x["state"].bfloat16()
     full = x | {"state": x["state"].float()}
     o_ref = fw.decode_step(**full, backend="loop")
@@ -174,7 +176,7 @@ def test_constant_gates(gate, rule, strength, device):
     if device == "cuda":
         sizes = {"T": 16, "HV": 2, "K": 64, "V": 64}
     sizes |= {"dtype": torch.float32, "strength": strength}
-    judge(call(gate, rule, device, **sizes))
+    judge(make_step(gate, rule, device, **sizes))
 
 
 @parametrize_all(
@@ -182,24 +184,24 @@ def test_constant_gates(gate, rule, strength, device):
 )
 def test_identical_keys(gate, beta):
     sizes = {"T": 16, "HV": 1, "K": 32, "V": 32}
-    x = call(gate, **sizes, dtype=torch.float32, strength=-1e-3)
+    x = make_step(gate, **sizes, dtype=torch.float32, strength=-1e-3)
     x["k"] = x["k"][:, :1].expand_as(x["k"])
     x["beta"].fill_(beta)
     judge(x)
 
 
 def test_gates_and_beta_in_the_wide_dtype():
-    x = call(T=3, K=32, V=32, dtype=torch.float16)
+    x = make_step(T=3, K=32, V=32, dtype=torch.float16)
     judge(x | {name: x[name].float() for name in ("g", "beta")})
 
 
 def test_a_token_at_a_time_is_all_at_once():
-    x = call(T=16, HV=2, K=20, V=20, dtype=torch.float32)
+    x = make_step(T=16, HV=2, K=20, V=20, dtype=torch.float32)
     state = x["state"].clone()
     o = fw.decode_step(**x, backend="triton")
     steps = []
     for t in range(16):
-        now = token(x | {"state": state}, t)
+        now = cut_token(x | {"state": state}, t)
         steps.append(fw.decode_step(**now, backend="triton"))
     assert relative_error(torch.cat(steps, 1), o) <= 1e-6
     assert relative_error(state, x["state"]) <= 1e-6
@@ -208,7 +210,7 @@ def test_a_token_at_a_time_is_all_at_once():
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_view_of_a_cache_is_updated_and_nothing_else(transposed):
     """All around the state is NaN: none is read, and none overwritten."""
-    x = call(B=2, T=3, K=33, V=33, dtype=torch.float32)
+    x = make_step(B=2, T=3, K=33, V=33, dtype=torch.float32)
     cache = torch.full((4, 2, 33, 33), float("nan"))
     cache = cache.mT if transposed else cache
     view = cache[1:3]
@@ -219,7 +221,7 @@ def test_a_view_of_a_cache_is_updated_and_nothing_else(transposed):
 
 @ALL
 def test_non_contiguous_inputs(gate, rule):
-    x = call(gate, rule, B=2, T=3, K=33, V=20, dtype=torch.float32)
+    x = make_step(gate, rule, B=2, T=3, K=33, V=20, dtype=torch.float32)
     views = {
         name: t.movedim(0, -1).contiguous().movedim(-1, 0)
         for name, t in x.items()
@@ -228,7 +230,7 @@ def test_non_contiguous_inputs(gate, rule):
 
 
 def test_a_graph_that_has_saved_the_state_notices():
-    x = call(T=2, K=8, V=8, dtype=torch.float32)
+    x = make_step(T=2, K=8, V=8, dtype=torch.float32)
     weight = torch.ones((), requires_grad=True)
     product = (weight * x["state"]).sum()
     fw.decode_step(**x, backend="triton")
@@ -237,7 +239,7 @@ def test_a_graph_that_has_saved_the_state_notices():
 
 
 def test_operator_passes_opcheck():
-    x = call(T=3, H=1, HV=2, K=32, V=33, dtype=torch.float32)
+    x = make_step(T=3, H=1, HV=2, K=32, V=33, dtype=torch.float32)
     operator, state = torch.ops.fastweights.decode_step.default, x.pop("state")
     given = (*x.values(), None, state, None, None, 0.5, "triton")
     torch.library.opcheck(operator, given)
@@ -248,7 +250,7 @@ def test_operator_passes_opcheck():
 @pytest.mark.parametrize("T", [1, 2, 16])
 def test_a_model_on_gpu(gate, rule, device, dtype, T):
     shape = (4, T, 4, 8, 128, 128)
-    judge(shaped(gate, rule, shape, dtype=dtype, device=device))
+    judge(make_shaped_step(gate, rule, shape, dtype=dtype, device=device))
 
 
 @pytest.mark.gpu
@@ -256,7 +258,9 @@ def test_a_model_on_gpu(gate, rule, device, dtype, T):
 @pytest.mark.parametrize("T", [1, 16])
 def test_two_runs_are_bitwise_equal_on_gpu(gate, rule, T):
     shape = (16, T, 4, 8, 128, 128)
-    x = shaped(gate, rule, shape, dtype=torch.bfloat16, device="cuda")
+    x = make_shaped_step(
+        gate, rule, shape, dtype=torch.bfloat16, device="cuda"
+    )
     runs = []
     for _ in range(2):
         state = x["state"].clone()
@@ -269,7 +273,7 @@ def test_two_runs_are_bitwise_equal_on_gpu(gate, rule, T):
 
 @pytest.mark.gpu
 def test_fp64_is_the_loop_on_gpu():
-    x = call(T=2, device="cuda")
+    x = make_step(T=2, device="cuda")
     with ops.record_backends() as ran:
         fw.decode_step(**x)
     assert ran == ["torch decode"]
@@ -280,10 +284,10 @@ def test_fp64_is_the_loop_on_gpu():
 def test_a_captured_step_decodes_token_after_token(gate, rule):
     """A captured step decodes token after token, into the same state."""
     sizes = {"B": 2, "H": 1, "HV": 2, "K": 128, "V": 64}
-    x = call(gate, rule, "cuda", T=5, dtype=torch.bfloat16, **sizes)
-    o_ref, state_ref = expected(x)
+    x = make_step(gate, rule, "cuda", T=5, dtype=torch.bfloat16, **sizes)
+    o_ref, state_ref = loop_results(x)
 
-    now = {name: y.clone() for name, y in token(x, 0).items()}
+    now = {name: y.clone() for name, y in cut_token(x, 0).items()}
     fw.decode_step(**now)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -291,7 +295,7 @@ def test_a_captured_step_decodes_token_after_token(gate, rule):
     now["state"].copy_(x["state"])
     outputs = []
     for t in range(5):
-        for name, y in token(x, t).items():
+        for name, y in cut_token(x, t).items():
             if name != "state":
                 now[name].copy_(y)
         graph.replay()
@@ -306,8 +310,8 @@ def test_steps_that_follow_in_one_cuda_graph(gate, rule, monkeypatch):
     """None reads the state before the one before it has written that."""
     monkeypatch.undo()  # empty_is_nan's fills come between the steps
     steps, sizes = 12, {"B": 2, "H": 1, "HV": 2, "K": 128, "V": 128}
-    x = call(gate, rule, "cuda", T=steps, dtype=torch.bfloat16, **sizes)
-    tokens = [token(x, t) for t in range(steps)]  # no copy between steps
+    x = make_step(gate, rule, "cuda", T=steps, dtype=torch.bfloat16, **sizes)
+    tokens = [cut_token(x, t) for t in range(steps)]  # no copy between steps
     start, outputs_ref = x["state"].clone(), []
     for now in tokens:
         outputs_ref.append(fw.decode_step(**now))
@@ -328,14 +332,14 @@ def test_offsets_past_2_to_the_31():
     """State, v and o have more elements than 32 bits can count."""
     B, T, HV, K, V = 4, 16, 65_600, 16, 512
     assert B * HV * K * V > 2**31 and B * T * HV * V > 2**31
-    small = call("head", B=B, T=T, HV=1, K=K, V=V, dtype=torch.bfloat16)
+    small = make_step("head", B=B, T=T, HV=1, K=K, V=V, dtype=torch.bfloat16)
     x = {name: t.cuda() for name, t in small.items()}
     for name in ("v", "g", "beta"):
         x[name] = x[name].repeat_interleave(HV, dim=2)
     x["state"] = x["state"].repeat_interleave(HV, dim=1)
     x["v"][:, :, -1] *= 2
     x["state"][:, -1] *= 2
-    o_ref, state_ref = expected(small)
+    o_ref, state_ref = loop_results(small)
     o = fw.decode_step(**x, backend="triton")
     for head, size in ((0, 1), (HV // 2, 1), (HV - 1, 2)):
         errors = (

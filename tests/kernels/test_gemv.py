@@ -39,13 +39,13 @@ def gemv_inputs(device, dtype):
     return lambda *shape: torch.randn(shape).to(device, dtype)
 
 
-def normed(x, weight):
+def norm_rows(x, weight):
     x = x.double()
     square = x.square().mean(-1, keepdim=True)
     return x * (square + EPS).rsqrt() * weight.double()
 
 
-def close(found, wanted):
+def assert_close(found, wanted):
     assert found.shape == wanted.shape
     assert relative_error(found, wanted) <= BUDGET[found.dtype]
 
@@ -58,8 +58,8 @@ def test_matrices_side_by_side_behind_a_norm(M, device, dtype):
     x, norm = draw(M, K + 8)[:, :K], draw(K)
     weights = draw(65, K), draw(2, K), draw(70, K)
     found = gemv(x, *weights, norm=norm, eps=EPS)
-    y = normed(x, norm)
-    close(found, torch.cat([y @ w.double().T for w in weights], 1))
+    y = norm_rows(x, norm)
+    assert_close(found, torch.cat([y @ w.double().T for w in weights], 1))
 
 
 @EVERYWHERE
@@ -80,11 +80,11 @@ def test_heads_are_normed_and_gated(V, activation, M, device, dtype):
         activation=activation,
         residual=residual,
     )
-    y = normed(x.view(M, -1, V), norm).flatten(1)
+    y = norm_rows(x.view(M, -1, V), norm).flatten(1)
     if gate is not None:
         gate = gate.double()
         y *= F.silu(gate) if activation == "silu" else gate.sigmoid()
-    close(found, residual.double() + y @ w.double().T)
+    assert_close(found, residual.double() + y @ w.double().T)
 
 
 @EVERYWHERE
@@ -92,8 +92,10 @@ def test_heads_are_normed_and_gated(V, activation, M, device, dtype):
 def test_swiglu(M, device, dtype):
     draw = gemv_inputs(device, dtype)
     x, norm, w = draw(M, K), draw(K), draw(2 * 66, K)
-    gate, up = (normed(x, norm) @ w.double().T).chunk(2, 1)
-    close(gemv(x, w, norm=norm, eps=EPS, swiglu=True), F.silu(gate) * up)
+    gate, up = (norm_rows(x, norm) @ w.double().T).chunk(2, 1)
+    assert_close(
+        gemv(x, w, norm=norm, eps=EPS, swiglu=True), F.silu(gate) * up
+    )
 
 
 @EVERYWHERE
@@ -103,7 +105,7 @@ def test_matrices_have_columns_of_their_own(M, device, dtype):
     x, a, b = draw(M, 96), draw(20, 32), draw(70, 32)
     found = gemv(x, a, b, sources=(64, 16))
     x, a, b = x.double(), a.double().T, b.double().T
-    close(found, torch.cat([x[:, 64:] @ a, x[:, 16:48] @ b], 1))
+    assert_close(found, torch.cat([x[:, 64:] @ a, x[:, 16:48] @ b], 1))
 
 
 @EVERYWHERE
@@ -125,14 +127,14 @@ def test_a_step_of_the_convolution(pool, W, silu, M, device, dtype):
     before = kept.clone()
     options = {"convolution": (taps, bias, kept), "silu": silu, "rows": rows}
     found = gemv(x, w, other, **options)
-    close(found[:, 70:], x.double() @ other.double().T)
+    assert_close(found[:, 70:], x.double() @ other.double().T)
     here = torch.arange(M, device=device) if rows is None else rows
     there = (here >= 0) & (here < len(kept))
     new = (x.double() @ w.double().T)[there]
     seen = torch.cat([before[here[there]].double(), new[:, None]], 1)
     y = (seen * taps.double().T).sum(1) + bias.double()
-    close(found[there, :70], F.silu(y) if silu else y)
-    close(kept[here[there]], seen[:, 1:])
+    assert_close(found[there, :70], F.silu(y) if silu else y)
+    assert_close(kept[here[there]], seen[:, 1:])
     others = torch.ones(len(kept), dtype=torch.bool, device=device)
     others[here[there]] = False
     assert kept[others].equal(before[others])
@@ -160,10 +162,10 @@ def test_some_tokens_of_the_convolution(B, T, W, some, device, dtype):
         num_accepted=n if some else None,
     )
     y = (seen.unfold(1, W, 1) * taps.double()).sum(-1)
-    close(found, F.silu(y + bias.double()).flatten(0, 1))
+    assert_close(found, F.silu(y + bias.double()).flatten(0, 1))
     for b, row in enumerate(rows.tolist()):
         after = int(n[b]) if some else T
-        close(kept[row], seen[b, after : after + W - 1])
+        assert_close(kept[row], seen[b, after : after + W - 1])
 
 
 @pytest.mark.gpu

@@ -50,7 +50,7 @@ def test_kernels_on_ranks_are_those_of_one_process(
     """Outputs, final states and all gradients."""
     given = name, SPREADS[spread], segments
     group = groups[len(SPREADS[spread].tokens)]
-    group.run(rank_cases.by_kernels, *given)
+    group.run(rank_cases.check_kernels, *given)
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,13 @@ def test_kernels_on_ranks_are_those_of_one_process(
     [pytest.param("empty", marks=pytest.mark.full), "an unequal pack"],
 )
 def test_compiled_kernels_on_ranks(groups, spread):
-    groups[2].run(rank_cases.by_kernels, "kda", SPREADS[spread], 2, True)
+    groups[2].run(rank_cases.check_kernels, "kda", SPREADS[spread], 2, True)
 
 
 @pytest.mark.parametrize("spread", ["an unequal pack", "empty"])
 def test_kernels_of_normalised_linear_attention_on_ranks(groups, spread):
     given = "linear_attention", SPREADS[spread], 2
-    groups[2].run(rank_cases.by_kernels, *given, False, True)
+    groups[2].run(rank_cases.check_kernels, *given, False, True)
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,13 @@ def test_kernels_of_normalised_linear_attention_on_ranks(groups, spread):
 )
 def test_kernels_maps_that_are_exchanged_by_doubling(groups, name, spread):
     """What more ranks do than an all-gather is for; additive in one graph."""
-    given = rank_cases.by_kernels, name, spread, 2, name == "mamba2"
-    groups[3].run(rank_cases.doubled, *given)
+    given = rank_cases.check_kernels, name, spread, 2, name == "mamba2"
+    groups[3].run(rank_cases.check_by_doubling, *given)
 
 
 @pytest.mark.parametrize("name, size", [("gla", 2), ("deltanet", 3)])
 def test_the_bits_of_one_process(groups, name, size):
     """In fw.batch_invariant(): o, states and gradients, and of more ranks."""
-    groups[size].run(rank_cases.doubled, rank_cases.same_bits, name)
+    groups[size].run(
+        rank_cases.check_by_doubling, rank_cases.check_same_bits, name
+    )

@@ -218,11 +218,11 @@ def test_each_stage_is_its_twin(gate, rule, monkeypatch):
     found = {}
     empty = TensorSpec.empty
 
-    def remembered(room, q, lengths):
-        found[room.name] = empty(room, q, lengths)
-        return found[room.name]
+    def remember(spec, q, lengths):
+        found[spec.name] = empty(spec, q, lengths)
+        return found[spec.name]
 
-    monkeypatch.setattr(TensorSpec, "empty", remembered)
+    monkeypatch.setattr(TensorSpec, "empty", remember)
     inputs = RecurrenceOperands(*map(x.get, names))
     options = RecurrenceOptions(scale=scale, chunk_size=C)
     *_, saved = triton_recurrence.forward(inputs, options)

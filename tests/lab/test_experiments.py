@@ -71,7 +71,7 @@ GRID = Grid(
 )
 
 
-def assert_same(a, b):
+def are_same_run(a, b):
     """Two records, but for the time they took."""
     return {**a, "seconds": 0} == {**b, "seconds": 0}
 
@@ -102,7 +102,7 @@ def test_a_run_comes_out_the_same_twice_and_another_seed_does_not():
         told.append(figures)
 
     a, b = (run(TRIAL, "cpu", progress=tell) for _ in "ab")
-    assert assert_same(a, b)
+    assert are_same_run(a, b)
     run(replace(TRIAL, seed=1), "cpu", progress=tell)
     assert told[0] == told[1] != told[2]
 
@@ -451,7 +451,7 @@ def test_runs_in_processes_come_out_as_one_after_another(processes, streams):
     found = dict(runs)
     assert sorted(found) == [0, 1, 2]
     assert sorted(told) == [(i, n) for i in range(3) for n in (20, 40, 45)]
-    assert all(assert_same(found[i], alone[i]) for i in range(3))
+    assert all(are_same_run(found[i], alone[i]) for i in range(3))
     if streams == 2:  # they take turns
         assert told[:4] == [(0, 20), (1, 20), (0, 40), (1, 40)]
 

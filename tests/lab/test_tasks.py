@@ -52,7 +52,7 @@ IDS = [f"{i}-{type(task).__name__}" for i, task in enumerate(ALL)]
 EVERY = pytest.mark.parametrize("task", ALL, ids=IDS)
 
 
-def even(counts, of):
+def occur_equally(counts, of):
     """Whether so many kinds came equally often: chi squared, 6 sigma."""
     assert len(counts) == of
     total = sum(counts.values())
@@ -190,7 +190,7 @@ def test_random_filler_is_any_token_and_the_rest_stays():
         }
         assert found == pairs
     filler = a.tokens[:, 8:][~asked[:, 8:]]
-    assert even(Counter(filler.tolist()), 32)
+    assert occur_equally(Counter(filler.tolist()), 32)
     assert (b.tokens[:, 8:] != 0).sum() == b.targets.ne(IGNORE).sum()
 
 
@@ -215,10 +215,10 @@ def test_every_order_of_writes_is_as_likely(task, patterns):
     keys = tokens[:, start : start + 8 : 2]
     counts = Counter(pattern(row) for row in keys.tolist())
     assert set(counts) == set(patterns)
-    assert even(counts, len(patterns))
+    assert occur_equally(counts, len(patterns))
     for at in range(4):
-        assert even(column(keys, at), 3)
-        assert even(column(tokens[:, start + 1 :], 2 * at), 5)
+        assert occur_equally(column(keys, at), 3)
+        assert occur_equally(column(tokens[:, start + 1 :], 2 * at), 5)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_every_order_of_writes_is_as_likely(task, patterns):
 )
 def test_keys_are_asked_about_in_any_order(task):
     asked = task.batch(3000, 0).tokens[:, -5::2]
-    assert even(Counter(map(tuple, asked.tolist())), 6)
+    assert occur_equally(Counter(map(tuple, asked.tolist())), 6)
 
 
 def test_needles_stand_before_any_segment_and_say_anything():
@@ -236,10 +236,10 @@ def test_needles_stand_before_any_segment_and_say_anything():
     tokens = task.batch(3000, 0).tokens
     row, at = (tokens == 3).nonzero().T
     first = at[row.diff(prepend=torch.tensor([-1])) > 0]
-    assert even(Counter(first.tolist()), 5)
+    assert occur_equally(Counter(first.tolist()), 5)
     assert set(first.tolist()) == {13 * i for i in range(5)}
     values = tokens.gather(1, first[:, None] + 1)
-    assert even(column(values, 0), 6)
+    assert occur_equally(column(values, 0), 6)
 
 
 def test_level_one_says_the_same_line_in_every_sequence():
@@ -259,23 +259,23 @@ def test_local_questions_are_about_any_pair_and_values_are_even():
     tokens = batch.tokens[:, 2:]
     keys = tokens[:, 1:7:2]
     place = (keys == tokens[:, 8:9]).int().argmax(1)
-    assert even(Counter(place.tolist()), 3)
+    assert occur_equally(Counter(place.tolist()), 3)
     for at in range(3):
-        assert even(column(keys, at), 5)
-        assert even(column(tokens, 2 + 2 * at), 4)
+        assert occur_equally(column(keys, at), 5)
+        assert occur_equally(column(tokens, 2 + 2 * at), 4)
 
 
 def test_questions_in_and_out_of_scope_come_in_any_order():
     task = Scope(segments=2, pairs=2, questions=1, keys=6, values=3)
     batch = task.batch(3000, 0)
     for at in (6, 8, 15, 17):
-        assert even(column(batch.groups, at), 2)
+        assert occur_equally(column(batch.groups, at), 2)
     out = batch.tokens[:, 9:][batch.groups[:, 9:] == 1]
-    assert even(Counter(out.tolist()), 6)
+    assert occur_equally(Counter(out.tolist()), 6)
     inside = batch.groups[:, :9] == 0
     asked = batch.tokens[:, :9][inside]
     first = (batch.tokens[:, 1] == asked).tolist()
-    assert even(Counter(first), 2)
+    assert occur_equally(Counter(first), 2)
 
 
 def test_assignments_follow_zipfs_law_and_any_variable_is_printed():
@@ -284,8 +284,8 @@ def test_assignments_follow_zipfs_law_and_any_variable_is_printed():
     for row in Reassignment(n, many).batch(3, 0).tokens.tolist():
         lines = bytes(row).decode().splitlines()[n:]
         assigned = Counter(line[0] for line in lines[::2])
-        assert even(Counter(line for line in lines[1::2]), n)
-        assert even(Counter(line[-1] for line in lines[::2]), 10)
+        assert occur_equally(Counter(line for line in lines[1::2]), n)
+        assert occur_equally(Counter(line[-1] for line in lines[::2]), 10)
         total = sum(1 / i for i in range(1, n + 1))
         for i, (_, count) in enumerate(assigned.most_common(), 1):
             share = 1 / i / total
@@ -297,9 +297,9 @@ def test_names_and_their_order_are_any():
     tokens = Reassignment(3, 1).batch(4000, 0).tokens
     names = tokens[:, 0:12:4]
     for at in (0, 8, 12):
-        assert even(column(tokens, at), 26)
+        assert occur_equally(column(tokens, at), 26)
     often = tokens[:, 12:13] == names  # the first new assignment
-    assert even(Counter(often.nonzero()[:, 1].tolist()), 3)
+    assert occur_equally(Counter(often.nonzero()[:, 1].tolist()), 3)
 
 
 def test_a_calls_variables_are_any_and_any_letter_is_printed():
@@ -321,8 +321,12 @@ def test_a_calls_variables_are_any_and_any_letter_is_printed():
                 inside[names.index(name)] += 1
             else:
                 outside[others.index(name)] += 1
-    assert even(own, 4) and even(inside, 2) and even(outside, 2)
-    assert even(Counter(a=inside.total(), b=outside.total()), 2)
+    assert (
+        occur_equally(own, 4)
+        and occur_equally(inside, 2)
+        and occur_equally(outside, 2)
+    )
+    assert occur_equally(Counter(a=inside.total(), b=outside.total()), 2)
     assert abs(first / (300 * 40) - 2 / 3) < 0.03
 
 
@@ -330,7 +334,7 @@ def test_elements_are_drawn_evenly():
     task = StateTracking("S4", "swaps", elements=3)
     tokens = task.batch(3000, 0).tokens
     for at in (1, 2, 3):
-        assert even(column(tokens, at), 6)
+        assert occur_equally(column(tokens, at), 6)
 
 
 # Groups.

@@ -4,11 +4,12 @@ import itertools
 
 import pytest
 import torch
+from support.inputs import assert_same
 from support.layer_cases import hidden, make_layer
 from support.pairwise import parametrize_all
 from torch.nn.attention import varlen
 
-from fastweights.checks import Footprint, relative_error
+from fastweights.checks import Footprint
 from fastweights.layers import SoftmaxAttention
 from fastweights.layers.common import causal_attention
 from fastweights.layers.common.causal_attention import (
@@ -28,7 +29,7 @@ def heads(T=T, H=4, HK=2, K=8, dtype=torch.float64, device="cpu"):
     return [torch.randn(1, T, n, K, **to) for n in (H, HK, HK)]
 
 
-def alone(q, k, v, lengths=LENGTHS):
+def attend_alone(q, k, v, lengths=LENGTHS):
     """Each sequence by itself, in fp64."""
     parts = [x.double().split(list(lengths), 1) for x in (q, k, v)]
     whole = [sdpa(*of) for of in zip(*parts, strict=True) if of[0].numel()]
@@ -41,18 +42,12 @@ def with_gradients(o, inputs):
     return o, *torch.autograd.grad(o, inputs, do)
 
 
-def assert_same(found, want, tol):
-    for x, y in zip(found, want, strict=True):
-        assert x.shape == y.shape
-        assert relative_error(x, y) < tol
-
-
 @pytest.mark.parametrize("size", [4, 9, 26, 27, 99])
 @pytest.mark.parametrize("shared", [False, True])
 def test_tiles_of_packed_sequences_are_each_alone(size, shared, monkeypatch):
     monkeypatch.setattr(causal_attention, "TILE", size)
     x = heads(HK=2 if shared else 4)
-    want = with_gradients(alone(*x), x)
+    want = with_gradients(attend_alone(*x), x)
     for dtype in (torch.int32, torch.int64):
         o = attend_by_tiles(*x, OFFSETS.to(dtype))
         assert_same(with_gradients(o, x), want, 1e-13)
@@ -62,7 +57,9 @@ def test_on_a_cpu_each_is_alone():
     x = heads()
     for offsets in (OFFSETS, OFFSETS.int()):
         o = packed_attention(*x, offsets)
-        assert_same(with_gradients(o, x), with_gradients(alone(*x), x), 1e-13)
+        assert_same(
+            with_gradients(o, x), with_gradients(attend_alone(*x), x), 1e-13
+        )
 
 
 def test_memory_grows_with_the_tokens(monkeypatch):
@@ -131,10 +128,10 @@ def test_what_a_gpu_is_asked_for(shared, monkeypatch):
     pretend(monkeypatch)
     with torch.no_grad():
         x = heads(HK=2 if shared else 4)
-        assert_same([packed_attention(*x, OFFSETS)], [alone(*x)], 1e-13)
+        assert_same([packed_attention(*x, OFFSETS)], [attend_alone(*x)], 1e-13)
         one = [y[:, :1] for y in x]
         o = packed_attention(*one, torch.tensor([0, 0, 1]))
-        assert_same([o], [alone(*one, [0, 1])], 1e-13)
+        assert_same([o], [attend_alone(*one, [0, 1])], 1e-13)
 
 
 @pytest.mark.parametrize("HK", [4, 2, 1])
@@ -160,7 +157,9 @@ def test_under_autocast_it_is_in_half_precision(kernels, monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         o = packed_attention(*x, OFFSETS)
     assert o.dtype == torch.bfloat16
-    assert_same(with_gradients(o, x), with_gradients(alone(*x), x), 0.02)
+    assert_same(
+        with_gradients(o, x), with_gradients(attend_alone(*x), x), 0.02
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,7 +199,7 @@ def judge_on_gpu(dtype, K, HK, call=packed_attention):
         o = call(*x, offsets)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    want = with_gradients(alone(*x, DOCUMENTS), x)
+    want = with_gradients(attend_alone(*x, DOCUMENTS), x)
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3}.get(dtype, 0.015)
     assert_same(with_gradients(o, x), want, tolerance)
 

@@ -43,7 +43,7 @@ def offsets(lengths):
     return torch.tensor([0, *itertools.accumulate(lengths)])
 
 
-def alone(layer, x, lengths, states=None):
+def run_alone(layer, x, lengths, states=None):
     """Each sequence by itself: outputs side by side, states."""
     outputs, after = [], []
     for n, part in enumerate(x.split(lengths, 1)):
@@ -74,7 +74,7 @@ def test_in_pieces_as_at_once(name, pieces, gradients):
 def test_packed_as_alone(name, gradients):
     layer, x = make_layer(name), hidden(1, sum(LENGTHS))
     with torch.set_grad_enabled(gradients):
-        want, states = alone(layer, x, LENGTHS)
+        want, states = run_alone(layer, x, LENGTHS)
         y, state = layer(x, cu_seqlens=offsets(LENGTHS))
     assert_agree(y, want)
     if name.startswith(NO_STATE) and gradients:
@@ -99,10 +99,10 @@ def test_packed_and_continued(name, then, gradients):
     lengths = [0, 2, 6, 1, 20] if then == "packed" else [4] * len(LENGTHS)
     more = hidden(1, sum(lengths), seed=1)
     with torch.no_grad():
-        _, states = alone(layer, x, LENGTHS)
+        _, states = run_alone(layer, x, LENGTHS)
         _, state = layer(x, cu_seqlens=offsets(LENGTHS))
     with torch.set_grad_enabled(gradients):
-        want, states = alone(layer, more, lengths, states)
+        want, states = run_alone(layer, more, lengths, states)
         if then == "packed":
             y, state = layer(more, state, offsets(lengths))
         else:

@@ -12,7 +12,7 @@ EXACT = {"rtol": 0, "atol": 1e-12}
 ACCEPTED = torch.tensor([0, 3, 6])
 
 
-def taken_in(layer, x, state, num_accepted):
+def take_in_alone(layer, x, state, num_accepted):
     """Each sequence alone: outputs of all tokens, the states after some."""
     outputs, states = [], []
     for i, n in enumerate(num_accepted.tolist()):
@@ -31,7 +31,7 @@ def test_the_state_takes_in_what_is_accepted(name, first):
     layer, x = make_layer(name, torch.float64), hidden(3, first + 6)
     x = x.double()
     state = layer(x[:, :first])[1]
-    y_ref, states = taken_in(layer, x[:, first:], state, ACCEPTED)
+    y_ref, states = take_in_alone(layer, x[:, first:], state, ACCEPTED)
     state.num_accepted = ACCEPTED.int()
     y, after = layer(x[:, first:], state)
     assert after is state and state.num_accepted is None
@@ -54,7 +54,7 @@ def test_in_rows_of_a_pool(name):
         pool = room
     before = pool.clone()
     mine = x[rows, 5:]
-    y_ref, states = taken_in(layer, mine, before.select(rows), ACCEPTED)
+    y_ref, states = take_in_alone(layer, mine, before.select(rows), ACCEPTED)
     own = pool.as_pool(rows, 5)
     own.num_accepted = ACCEPTED
     y, _ = layer(mine, own)

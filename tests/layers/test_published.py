@@ -41,7 +41,7 @@ def softplus(x):
     return (1 + x.exp()).log()
 
 
-def convolved(w, c):
+def convolve(w, c):
     """y_t = sum_j weight[:, W-1-j] c_{t-j}, and the bias; [T, C]."""
     weight = w["convolution.short_convolution.weight"]
     W, y = weight.shape[1], torch.zeros_like(c)
@@ -88,7 +88,7 @@ def recurrence(q, k, v, decay=None, beta=None, scale=None):
 
 def put_in(w, x, *sizes, conv=True, bend=silu):
     c = x @ w["qkv_proj.weight"].T
-    return cut(bend(convolved(w, c) if conv else c), *sizes)
+    return cut(bend(convolve(w, c) if conv else c), *sizes)
 
 
 def put_out(w, x, o):
@@ -138,7 +138,7 @@ def kda(w, x, H, HV, K, V, *, conv=True, most=1, least=None):
     return y @ w["o_proj.weight"].T
 
 
-def erasing(q, k, v, e, decay):
+def erase(q, k, v, e, decay):
     """S_t = (I - k e^T) Diag(decay) S + k v^T, decay [T, HV, n]."""
     (length, HV, V), (H, K) = v.shape, k.shape[1:]
     o = torch.zeros_like(v)
@@ -162,7 +162,7 @@ def gated_deltanet2(w, x, H, HV, K, V, *, conv=True, most=1, least=None):
     (b,) = cut(most * sigmoid(x @ w["b_proj.weight"].T), (H, K))
     (s,) = cut(sigmoid(x @ w["w_proj.weight"].T), (HV, V))
     decay = g.exp().repeat_interleave(HV // H, 1)
-    o = erasing(q, k, s * v, b * k, decay)
+    o = erase(q, k, s * v, b * k, decay)
     y = (rms(o) * w["norm.weight"]).flatten(1)
     z = x @ w["gate_proj.0.weight"].T @ w["gate_proj.1.weight"].T
     return (y * sigmoid(z + w["gate_proj.1.bias"])) @ w["o_proj.weight"].T
@@ -180,7 +180,7 @@ def comba(w, x, H, HV, K, V, *, unit_p=False):
     beta = sigmoid(b)[..., None]
     p = p.repeat_interleave(HV // H, 1)
     # Before the decay: e^-g undoes it.
-    o = erasing(q, k, beta * v, beta * p / decay, decay)
+    o = erase(q, k, beta * v, beta * p / decay, decay)
     y = (rms(o) * w["norm.weight"]).flatten(1)
     return (y * sigmoid(x @ w["gate_proj.weight"].T)) @ w["o_proj.weight"].T
 
@@ -214,7 +214,7 @@ def family(
 
 def gla(w, x, H, K, V, *, conv=False, temperature=16):
     c = x @ w["qkv_proj.weight"].T
-    c = silu(convolved(w, c)) if conv else c
+    c = silu(convolve(w, c)) if conv else c
     q, k, v = cut(c, (H, K), (H, K), (H, V))
     a = x @ w["f_proj.0.weight"].T @ w["f_proj.1.weight"].T
     (alpha,) = cut(sigmoid(a + w["f_proj.1.bias"]), (H, K))
@@ -242,7 +242,7 @@ def lightning(w, x, H, K, slopes, layer, layers):
 
 
 def mamba2(w, x, G, H, N, P):
-    c = silu(convolved(w, x @ w["x_proj.weight"].T))
+    c = silu(convolve(w, x @ w["x_proj.weight"].T))
     C, B, u = cut(c, (G, N), (G, N), (H, P))
     dt = softplus(x @ w["dt_proj.weight"].T + w["decay.dt_bias"])
     decay = (-w["decay.A_log"].exp() * dt).exp()
@@ -256,7 +256,7 @@ def mamba2(w, x, G, H, N, P):
 def mamba(w, x, R, N):
     u, z = (x @ w["in_proj.weight"].T).chunk(2, -1)
     u = silu(
-        convolved(
+        convolve(
             {
                 k.replace("tion.", "tion.short_convolution."): p
                 for k, p in w.items()
@@ -412,7 +412,7 @@ def test_one_layer_for_all_is_gated_deltanet_where_that_is_asked():
     torch.testing.assert_close(one(x)[0], other(x)[0])
 
 
-def stacked(w, *names):
+def stack(w, *names):
     return torch.cat([w[f"{name}.weight"] for name in names])
 
 
@@ -451,7 +451,7 @@ def qwen3_next_attention(w):
     q, gate = w["q_proj.weight"].unflatten(0, (4, 2, 8)).unbind(1)
     return layer, {
         "qkv_proj.weight": torch.cat(
-            [q.flatten(0, 1), stacked(w, "k_proj", "v_proj")]
+            [q.flatten(0, 1), stack(w, "k_proj", "v_proj")]
         ),
         "gate_proj.weight": gate.flatten(0, 1),
         "q_norm.weight": 1 + w["q_norm.weight"],
@@ -462,7 +462,7 @@ def qwen3_next_attention(w):
 
 def kimi_linear_delta_attention(w):
     return KimiDeltaAttention(8, 2, 4), {
-        "qkv_proj.weight": stacked(w, "q_proj", "k_proj", "v_proj"),
+        "qkv_proj.weight": stack(w, "q_proj", "k_proj", "v_proj"),
         "convolution.short_convolution.weight": w["conv1d.weight"][:, 0],
         "f_proj.0.weight": w["forget_gate.f_a_proj.weight"],
         "f_proj.1.weight": w["forget_gate.f_b_proj.weight"],
@@ -518,8 +518,8 @@ def mamba_mixer(w):
 def xlstm_mlstm_layer(w):
     gates = ("igate_preact", "fgate_preact")
     return MLSTM(8, 2), {
-        "qkv_proj.weight": stacked(w, "q", "k", "v"),
-        "gates.weight": stacked(w, *gates),
+        "qkv_proj.weight": stack(w, "q", "k", "v"),
+        "gates.weight": stack(w, *gates),
         "gates.bias": torch.cat([w[f"{name}.bias"] for name in gates]),
         "gate_proj.weight": w["ogate_preact.weight"],
         "norm.weight": w["multihead_norm.weight"],

@@ -20,37 +20,37 @@ OTHERS = [name for name in LAYER_CASES if name not in SOFTMAX]
 
 
 @torch.no_grad()
-def after(name, *shape, seed=0):
+def make_layer_and_state(name, *shape, seed=0):
     layer = make_layer(name)
     return layer, layer(hidden(*shape, seed=seed))[1]
 
 
-def places(state):
+def addresses(state):
     return {k: t.data_ptr() for k, t in state.tensors().items()}
 
 
-def equal(a, b):
+def are_equal(a, b):
     a, b = contents(a), contents(b)
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 @parametrize_all(name=OTHERS, length=[1, 5, 20])
 def test_in_place_without_gradients(name, length):
-    layer, state = after(name, 2, 5)
-    before, where = state.clone(), places(state)
+    layer, state = make_layer_and_state(name, 2, 5)
+    before, where = state.clone(), addresses(state)
     with torch.no_grad():
         _, found = layer(hidden(2, length), state)
-    assert found is state and places(state) == where
-    assert not equal(state, before)
+    assert found is state and addresses(state) == where
+    assert not are_equal(state, before)
 
 
 @parametrize_all(name=list(LAYER_CASES), length=[1, 20])
 def test_a_new_one_with_gradients(name, length):
-    layer, state = after(name, 2, 5)
+    layer, state = make_layer_and_state(name, 2, 5)
     before = state.clone()
     _, found = layer(hidden(2, length), state)
-    assert equal(state, before) and found is not state
-    assert not set(places(found).values()) & set(places(state).values())
+    assert are_equal(state, before) and found is not state
+    assert not set(addresses(found).values()) & set(addresses(state).values())
     assert any(t.requires_grad for t in found.tensors().values())
     assert not any(t.requires_grad for t in found.detach().tensors().values())
 
@@ -69,18 +69,18 @@ def test_room_is_left_alone_with_gradients(name):
 
 @pytest.mark.parametrize("name", LAYER_CASES)
 def test_moved_and_cloned(name):
-    _, state = after(name, 2, 5)
-    assert equal(state.to("cpu"), state)
+    _, state = make_layer_and_state(name, 2, 5)
+    assert are_equal(state.to("cpu"), state)
     away = state.to("meta").tensors()
     assert all(t.is_meta for t in away.values())
     copied = state.clone()
-    assert equal(copied, state) and state in [copied, state]
+    assert are_equal(copied, state) and state in [copied, state]
     assert state != copied and len({state, copied}) == 2
     assert copied.read_at_most == state.read_at_most
-    assert not set(places(copied).values()) & set(places(state).values())
+    assert not set(addresses(copied).values()) & set(addresses(state).values())
     for t in copied.tensors().values():
         t.zero_()
-    assert not equal(copied, state)
+    assert not are_equal(copied, state)
     size = sum(t.numel() * t.itemsize for t in state.tensors().values())
     assert state.nbytes == size > 0
 
@@ -89,7 +89,7 @@ def test_moved_and_cloned(name):
 @pytest.mark.parametrize("name", LAYER_CASES)
 def test_selected_rows_go_on(name):
     """One of them twice, as in a beam search."""
-    layer, state = after(name, 3, 5)
+    layer, state = make_layer_and_state(name, 3, 5)
     x, rows = hidden(3, 2, seed=1), torch.tensor([2, 0, 2])
     chosen = state.select(rows)
     want, _ = layer(x, state)
@@ -102,17 +102,17 @@ def test_selected_rows_go_on(name):
 @pytest.mark.parametrize("name", LAYER_CASES)
 def test_rows_copied_in(name):
     """Two of three sequences end, and others take their places."""
-    _, state = after(name, 3, 5)
-    _, new = after(name, 2, 5, seed=1)
-    where, rows = places(state), torch.tensor([2, 0])
+    _, state = make_layer_and_state(name, 3, 5)
+    _, new = make_layer_and_state(name, 2, 5, seed=1)
+    where, rows = addresses(state), torch.tensor([2, 0])
     middle = state.select(torch.tensor([1]))
     state.copy_(new, rows.int())
-    assert places(state) == where
-    assert equal(state.select(rows), new)
-    assert equal(state.select(torch.tensor([1])), middle)
-    whole = after(name, 3, 5, seed=2)[1]
+    assert addresses(state) == where
+    assert are_equal(state.select(rows), new)
+    assert are_equal(state.select(torch.tensor([1])), middle)
+    whole = make_layer_and_state(name, 3, 5, seed=2)[1]
     state.copy_(whole)
-    assert equal(state, whole) and places(state) == where
+    assert are_equal(state, whole) and addresses(state) == where
 
 
 @torch.no_grad()
@@ -124,9 +124,9 @@ def test_rows_copied_into_more_room(name):
     for n, prompt in enumerate(prompts):
         state.copy_(layer(prompt)[1], torch.tensor([n]))
     assert state.read_at_most == 9 and state.num_read.tolist() == [4, 9, 6]
-    more, where = hidden(3, 2, seed=1), places(state)
+    more, where = hidden(3, 2, seed=1), addresses(state)
     y, _ = layer(more, state)
-    assert places(state) == where
+    assert addresses(state) == where
     for n, prompt in enumerate(prompts):
         whole, _ = layer(torch.cat([prompt, more[n : n + 1]], 1))
         torch.testing.assert_close(y[n : n + 1], whole[:, -2:])
@@ -155,14 +155,14 @@ def test_softmax_stays_where_there_is_room():
     layer = make_layer("softmax-options")
     state = layer.preallocate_state(2, 40)
     assert state.nbytes == 2 * 2 * 40 * 2 * 4 * 4 + 2 * 8
-    where, x, outputs = places(state), hidden(2, 40), []
+    where, x, outputs = addresses(state), hidden(2, 40), []
     for part in x.split([7, 1, 20, 12], 1):
         y, found = layer(part, state)
-        assert found is state and places(state) == where
+        assert found is state and addresses(state) == where
         outputs.append(y)
     torch.testing.assert_close(torch.cat(outputs, 1), layer(x)[0])
     layer(x[:, :1], state)
-    assert places(state)["keys"] != where["keys"]
+    assert addresses(state)["keys"] != where["keys"]
     half = layer.preallocate_state(1, 3, dtype=torch.bfloat16, device="meta")
     assert half.keys.dtype == torch.bfloat16 and half.values.is_meta
 
@@ -173,14 +173,14 @@ def test_softmax_counts_a_packs_tokens_by_sequence():
     layer, x = make_layer("softmax"), hidden(1, 20)
     state = layer.preallocate_state(2, 10)
     layer(x[:, :8], state, torch.tensor([0, 8, 8]))
-    where = places(state)
+    where = addresses(state)
     for n in (8, 9):
         state.num_read[1] = 0
         y, _ = layer(x[:, n : n + 8], state, torch.tensor([0, 1, 7]))
         torch.testing.assert_close(y[:, 0], layer(x[:, : n + 1])[0][:, n])
         ref = layer(x[:, n + 1 : n + 7])[0]
         torch.testing.assert_close(y[:, 1:7], ref)
-        assert places(state) == where and state.read_at_most == n + 1
+        assert addresses(state) == where and state.read_at_most == n + 1
     layer(x[:, :2], state, torch.tensor([0, 1, 2]))
     assert state.keys.shape[1] == 20
     state = layer.preallocate_state(2, 12)
@@ -188,10 +188,10 @@ def test_softmax_counts_a_packs_tokens_by_sequence():
     for n in (5, 6):
         state.num_read[1] = 0
         layer(x[:, n : n + 7], state, torch.tensor([0, 1, 7]))
-    where = places(state)
+    where = addresses(state)
     y, _ = layer(x[:, 7:9].expand(2, -1, -1), state)
     torch.testing.assert_close(y[:1], layer(x[:, :9])[0][:, 7:])
-    assert places(state) == where and state.read_at_most == 9
+    assert addresses(state) == where and state.read_at_most == 9
 
 
 @torch.no_grad()
@@ -269,16 +269,19 @@ def test_the_state_of_another_layer(gradients):
             ("mamba", "mlstm"),
             ("gla", "gla-conv"),
         ):
-            layer, (_, state) = make_layer(name), after(other, 2, 5)
+            layer, (_, state) = (
+                make_layer(name),
+                make_layer_and_state(other, 2, 5),
+            )
             before = state.clone()
             with pytest.raises(ValueError, match="of another layer"):
                 layer(hidden(2, 3), state)
-            assert equal(state, before)
+            assert are_equal(state, before)
 
 
 def test_a_state_with_other_rows():
     for name in LAYER_CASES:
-        layer, state = after(name, 3, 5)
+        layer, state = make_layer_and_state(name, 3, 5)
         with pytest.raises(ValueError, match="need 2 rows, one per sequence"):
             layer(hidden(2, 3), state)
         with pytest.raises(ValueError, match="need 2 rows, one per sequence"):
@@ -293,13 +296,15 @@ def test_what_is_no_state():
 
 
 def test_copies_that_do_not_fit():
-    _, state = after("gated-deltanet", 2, 5)
+    _, state = make_layer_and_state("gated-deltanet", 2, 5)
     with pytest.raises(ValueError, match="other: got a state with"):
-        state.copy_(after("gla", 2, 5)[1])
+        state.copy_(make_layer_and_state("gla", 2, 5)[1])
     with pytest.raises(ValueError, match=r"other: got S of shape \[3, 2"):
-        state.copy_(after("gated-deltanet", 3, 5)[1])
+        state.copy_(make_layer_and_state("gated-deltanet", 3, 5)[1])
     with pytest.raises(ValueError, match=r"need \[1, 2"):
-        state.copy_(after("gated-deltanet", 2, 5)[1], torch.tensor([0]))
+        state.copy_(
+            make_layer_and_state("gated-deltanet", 2, 5)[1], torch.tensor([0])
+        )
     with pytest.raises(ValueError, match="need num_read"):
         LayerState(S=torch.zeros(1)).batch_field("num_read")
 
@@ -332,14 +337,14 @@ OF_OTHER_SIZES = {
 def test_the_state_of_a_layer_of_another_size(case, length):
     """Named as the state, before anything of it is changed; rows too."""
     name, other, field = OF_OTHER_SIZES[case]
-    _, state = after(name, 3, 5)
+    _, state = make_layer_and_state(name, 3, 5)
     before = state.clone()
     said = f"^state: got {field} of shape .*, need .*: is it the state of an"
     with pytest.raises(ValueError, match=said):
         other()(hidden(3, length), state)
     with pytest.raises(ValueError, match=said):
         other()(hidden(2, length), state.as_pool(torch.tensor([2, 0]), 5))
-    assert equal(state, before)
+    assert are_equal(state, before)
 
 
 @torch.no_grad()
@@ -356,7 +361,7 @@ def test_the_state_of_a_layer_of_another_size(case, length):
 )
 @pytest.mark.parametrize("length", [1, 20])
 def test_a_state_of_another_dtype(name, field, dtype, need, length):
-    layer, state = after(name, 2, 5)
+    layer, state = make_layer_and_state(name, 2, 5)
     setattr(state, field, getattr(state, field).to(dtype))
     with pytest.raises(TypeError, match=f"state: got {field} in {dtype}, nee"):
         layer(hidden(2, length), state)
@@ -391,7 +396,7 @@ s.copy_(s, tensor([0, 1, 3]))
     ValueError: rows: got [0, 1, 3], need rows of the pool, 0 to 2
 """)
 def test_rows_that_are_none(wrong, error):
-    _, s = after("gated-deltanet", 3, 5)
+    _, s = make_layer_and_state("gated-deltanet", 3, 5)
     with error():
         eval(wrong, {"s": s, "torch": torch, "tensor": torch.tensor})
 
@@ -399,7 +404,7 @@ def test_rows_that_are_none(wrong, error):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["gated-deltanet", "softmax", "mlstm"])
 def test_rows_of_a_pool_for_other_sequences(name):
-    layer, state = after(name, 3, 5)
+    layer, state = make_layer_and_state(name, 3, 5)
     for count in (1, 3):
         rows = torch.arange(count)
         with pytest.raises(ValueError, match=rf"rows: got shape \[{count}\]"):

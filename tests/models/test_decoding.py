@@ -32,7 +32,7 @@ def make_prompts(*lengths):
     return [torch.randint(97, (n,), device="cuda") for n in lengths]
 
 
-def unrecorded(monkeypatch):
+def refuse_recording(monkeypatch):
     monkeypatch.setattr(decoding, "is_capturable", lambda *_: False)
 
 
@@ -77,7 +77,7 @@ def test_recorded_tokens_are_those_of_python_in_bits(kind, monkeypatch):
 
     sampled = {"temperature": 1.0, "top_p": 0.9}
     found = tokens(), tokens(**sampled)
-    unrecorded(monkeypatch)
+    refuse_recording(monkeypatch)
     assert found[0].equal(tokens()) and found[1].equal(tokens(**sampled))
 
 
@@ -96,7 +96,7 @@ def test_a_recording_has_room_and_is_made_again(kind, monkeypatch):
     found = m.generate(some, 40)
     grows = kind == "softmax"
     assert made_for == ([32, 41, 50, 59, 68] if grows else [1])
-    unrecorded(monkeypatch)
+    refuse_recording(monkeypatch)
     wanted = m.generate(some, 40)
     assert all(a.equal(b) for a, b in zip(found, wanted, strict=True))
 

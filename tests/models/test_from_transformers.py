@@ -90,7 +90,7 @@ OURS = {
 }
 
 
-def configured(name, changes):
+def make_config(name, changes):
     """A class of transformers, and a config for it."""
     prefix, options = TINY_MODELS[name]
     kind = getattr(modeling(name), f"{prefix}ForCausalLM")
@@ -98,7 +98,7 @@ def configured(name, changes):
     return kind, kind.config_class(**fields)
 
 
-def spread(m):
+def spread_gates(m):
     """Norms that are not all ones, gates that forget fast or slowly."""
     for name, x in m.named_parameters():
         if "norm" in name and x.dim() == 1:
@@ -107,16 +107,16 @@ def spread(m):
 
 
 @functools.cache
-def theirs(case="qwen3_5"):
+def make_theirs(case="qwen3_5"):
     torch.manual_seed(0)
-    kind, config = configured(*THEIRS[case])
-    return spread(kind(config)).eval()
+    kind, config = make_config(*THEIRS[case])
+    return spread_gates(kind(config)).eval()
 
 
 @functools.cache
-def ours(case="qwen3_5"):
+def make_ours(case="qwen3_5"):
     torch.manual_seed(0)
-    return spread(LanguageModel(ModelConfig(**HYBRID | OURS[case])))
+    return spread_gates(LanguageModel(ModelConfig(**HYBRID | OURS[case])))
 
 
 def token_ids(*shape):
@@ -129,7 +129,7 @@ def logits(m, tokens):
     return found[0] if isinstance(m, LanguageModel) else found.logits
 
 
-def doubled(m):
+def to_fp64(m):
     """In fp64, where transformers has made angles' rates in fp32."""
     m = copy.deepcopy(m).double()
     rotary, rope = m.model.rotary_emb, m.config.rope_parameters
@@ -140,7 +140,7 @@ def doubled(m):
     return m
 
 
-def same_bits(m, n):
+def assert_same_bits(m, n):
     pairs = zip(m.state_dict().items(), n.state_dict().items(), strict=True)
     for (name, x), (other, y) in pairs:
         assert name == other and x.dtype == y.dtype
@@ -149,14 +149,14 @@ def same_bits(m, n):
 
 @pytest.mark.parametrize("case", THEIRS)
 def test_logits_of_theirs(case):
-    m, tokens = theirs(case), token_ids(2, 70)
+    m, tokens = make_theirs(case), token_ids(2, 70)
     n, wanted = from_transformers(m), logits(m, tokens)
     assert relative_error(logits(n, tokens), wanted) <= 1e-5
     offsets = torch.tensor([0, 70, 140], dtype=torch.int32)
     with torch.no_grad():
         packed, _ = n(tokens.view(1, -1), cu_seqlens=offsets)
     assert relative_error(packed.view_as(wanted), wanted) <= 1e-5
-    m = doubled(m)
+    m = to_fp64(m)
     with InDouble():
         wanted = logits(m, tokens)
     assert relative_error(logits(from_transformers(m), tokens), wanted) < 1e-10
@@ -164,7 +164,7 @@ def test_logits_of_theirs(case):
 
 @pytest.mark.parametrize("case", THEIRS)
 def test_their_greedy_text(case):
-    m, prompt = theirs(case), token_ids(2, 9)
+    m, prompt = make_theirs(case), token_ids(2, 9)
     wanted = m.generate(prompt, max_new_tokens=20, do_sample=False)[:, 9:]
     n = from_transformers(m)
     assert torch.stack(n.generate(prompt, 20)).equal(wanted)
@@ -174,7 +174,7 @@ def test_their_greedy_text(case):
 @pytest.mark.parametrize("case", OURS)
 def test_ours_as_theirs(case, tmp_path):
     """Logits, text, a folder, and back in bits."""
-    m, tokens = ours(case), token_ids(2, 40)
+    m, tokens = make_ours(case), token_ids(2, 40)
     there = m.to_transformers()
     assert there.config.model_type.startswith(case.partition("-")[0])
     assert relative_error(logits(there, tokens), logits(m, tokens)) <= 1e-5
@@ -183,21 +183,21 @@ def test_ours_as_theirs(case, tmp_path):
     assert there.generate(tokens[:, :9], **options)[:, 9:].equal(wanted)
     there.save_pretrained(tmp_path)
     back = from_transformers(tmp_path)
-    same_bits(back, m)
+    assert_same_bits(back, m)
     assert logits(back, tokens).equal(logits(m, tokens))
 
 
 def test_what_was_opened_is_saved_and_loaded(tmp_path):
-    m = from_transformers(theirs("olmo_hybrid"))
+    m = from_transformers(make_theirs("olmo_hybrid"))
     m.save(tmp_path)
     again = load(tmp_path)
     assert again.config == m.config
-    same_bits(again, m)
+    assert_same_bits(again, m)
 
 
 def test_what_was_opened_trains():
     """As there: of a loss, the gradient that comes through all layers."""
-    m, tokens = copy.deepcopy(theirs("olmo_hybrid")), token_ids(2, 40)
+    m, tokens = copy.deepcopy(make_theirs("olmo_hybrid")), token_ids(2, 40)
     n = from_transformers(m)
     m(tokens, labels=tokens).loss.backward()
     n.loss(tokens).backward()
@@ -209,23 +209,23 @@ def test_what_was_opened_trains():
 @pytest.mark.parametrize("case", ["qwen3_5", "olmo_hybrid"])
 def test_other_dtypes_stay(case, dtype, tmp_path):
     """Buffers too, which transformers makes in fp32."""
-    m, tokens = copy.deepcopy(ours(case)).to(dtype), token_ids(2, 40)
+    m, tokens = copy.deepcopy(make_ours(case)).to(dtype), token_ids(2, 40)
     there = m.to_transformers()
     assert {x.dtype for x in there.parameters()} == {dtype}
     there.save_pretrained(tmp_path)
     back = from_transformers(tmp_path)
-    same_bits(back, m)
+    assert_same_bits(back, m)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert logits(there, tokens).equal(logits(again, tokens))
 
 
 def test_norms_are_rounded_once():
-    m = copy.deepcopy(theirs()).bfloat16()
+    m = copy.deepcopy(make_theirs()).bfloat16()
     n = from_transformers(m)
     w = m.model.norm.weight.float() + 1
     assert n.norm.weight.equal(w.bfloat16())
     assert ((n.norm.weight - w) / w).abs().max() <= 2**-8
-    same_bits(from_transformers(n.to_transformers()), n)
+    assert_same_bits(from_transformers(n.to_transformers()), n)
 
 
 def test_a_folder_with_images_has_a_text_model(tmp_path):
@@ -238,7 +238,7 @@ def test_a_folder_with_images_has_a_text_model(tmp_path):
         "num_position_embeddings": 16,
     }
     config = transformers.Qwen3_5Config(
-        text_config=theirs().config.to_dict(), vision_config=vision
+        text_config=make_theirs().config.to_dict(), vision_config=vision
     )
     m = transformers.Qwen3_5ForConditionalGeneration(config).eval()
     said = "config.model_type: got 'qwen3_5', need one of olmo_hybrid, qwen"
@@ -286,14 +286,14 @@ def scaled(kind):
     ],
 )
 def test_a_config_without_counterpart(changes, said):
-    there = configured("qwen3_5", changes)[1]
+    there = make_config("qwen3_5", changes)[1]
     with pytest.raises(ValueError) as error:
         config_from_transformers(there)
     assert str(error.value).startswith(said)
 
 
 def test_experts_are_another_model_type(tmp_path):
-    kind, config = configured("qwen3_5_moe", {})
+    kind, config = make_config("qwen3_5_moe", {})
     kind(config).save_pretrained(tmp_path)
     said = "config.model_type: got 'qwen3_5_moe_text', need one of olmo_hybr"
     with pytest.raises(ValueError, match=said):
@@ -302,17 +302,17 @@ def test_experts_are_another_model_type(tmp_path):
 
 def test_a_model_that_is_none_of_theirs():
     with pytest.raises(TypeError, match="model: got LanguageModel, need a"):
-        from_transformers(ours())
+        from_transformers(make_ours())
     with pytest.raises(ValueError, match="model: got Qwen3_5TextModel, need"):
-        from_transformers(theirs().model)
+        from_transformers(make_theirs().model)
 
 
 def test_a_tensor_too_few_or_too_many(tmp_path):
-    m = copy.deepcopy(theirs())
+    m = copy.deepcopy(make_theirs())
     m.model.register_buffer("more", torch.zeros(1))
     with pytest.raises(ValueError, match=r"model: got model\.more, for which"):
         from_transformers(m)
-    m = copy.deepcopy(theirs())
+    m = copy.deepcopy(make_theirs())
     del m.model.layers[1].mlp.down_proj
     lacks = "model.layers.1.mlp.down_proj.weight"
     with pytest.raises(ValueError, match=f"need {lacks}"):
@@ -394,6 +394,6 @@ def test_the_readmes_lines_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
     [code] = re.findall(r"```python\n([^`]*import from_tr[^`]*)```", readme)
-    names = {"model": theirs()}
+    names = {"model": make_theirs()}
     exec(code, names)
-    same_bits(from_transformers("served"), names["ours"])
+    assert_same_bits(from_transformers("served"), names["ours"])

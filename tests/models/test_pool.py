@@ -62,7 +62,7 @@ def test_states_that_bf16_cannot_hold():
         StatePool(make_model(("gla",)), 2, 40, state_dtype=torch.bfloat16)
 
 
-def alone(m, prompt, new):
+def logits_alone(m, prompt, new):
     """Logits of the prompt's last token and of each of the new ones."""
     tokens = torch.cat([prompt, new])
     with torch.no_grad():
@@ -143,7 +143,7 @@ def test_fifty_requests_through_one_pool(pattern):
             for r in rows:
                 prompt, rest, found = running[r]
                 if sum(map(len, found)) == len(rest) + 1:
-                    error = torch.cat(found) - alone(m, prompt, rest)
+                    error = torch.cat(found) - logits_alone(m, prompt, rest)
                     assert error.abs().max() < 1e-10
                     del running[r]
                     pool.release(r)
@@ -165,7 +165,7 @@ def token_ids(*shape):
 def goes_on(m, pool, row, prompt, new):
     """Whether the row answers to new tokens as its prompt alone does."""
     logits = logits_of(m, pool, [row], len(new), new[None])
-    return (logits[0] - alone(m, prompt, new)[1:]).abs().max() < 1e-10
+    return (logits[0] - logits_alone(m, prompt, new)[1:]).abs().max() < 1e-10
 
 
 @torch.no_grad()

@@ -20,8 +20,8 @@ def sampling(N, temperature=1.0, top_p=1.0, first=0, **flags):
     )
 
 
-def draw(some, logits):
-    return some.draw(logits, *logits.max(-1))
+def draw(options, logits):
+    return options.draw(logits, *logits.max(-1))
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -49,8 +49,8 @@ def test_noise_is_exponential_and_independent(whole):
 )
 def test_shares_of_draws(top_p, kept):
     N = 40_000
-    some = sampling(N, top_p=top_p, whole_distribution=top_p == 1)
-    share = draw(some, P.log().expand(N, 4)).bincount(minlength=4) / N
+    options = sampling(N, top_p=top_p, whole_distribution=top_p == 1)
+    share = draw(options, P.log().expand(N, 4)).bincount(minlength=4) / N
     kept = torch.as_tensor(kept).float()
     error = 4 * 0.5 / math.sqrt(N)
     torch.testing.assert_close(share, kept, rtol=0, atol=error)
@@ -71,9 +71,9 @@ def test_a_row_draws_the_same_in_any_company():
 
 def test_rows_have_temperatures_and_top_ps_of_their_own():
     logits = P.log().expand(300, 4)
-    some = sampling(300)
-    some.temperature[::3], some.top_p[1::3] = 0, 0.4
-    found = draw(some, logits)
+    options = sampling(300)
+    options.temperature[::3], options.top_p[1::3] = 0, 0.4
+    found = draw(options, logits)
     assert (found[::3] == 1).all() and (found[1::3] == 1).all()
     assert set(found[2::3].tolist()) == {0, 1, 2, 3}
 
@@ -81,6 +81,6 @@ def test_rows_have_temperatures_and_top_ps_of_their_own():
 @pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-45, 1e-300])
 def test_a_temperature_next_to_none_takes_the_likeliest(temperature):
     logits = torch.tensor([[5.0, 4.999, -math.inf], [-8e4, 3e38, 3e38]])
-    some = sampling(2, temperature)
-    found = {tuple(draw(some, logits).tolist()) for _ in range(40)}
+    options = sampling(2, temperature)
+    found = {tuple(draw(options, logits).tolist()) for _ in range(40)}
     assert found == {(0, 1), (0, 2)}

@@ -68,7 +68,7 @@ def one_process(rank, file, folder):
         whole.loss(tokens).backward()
         for wrap in (replicated, sharded, in_units):
             for recompute in (False, True):
-                compared(whole, tokens, rank, wrap, recompute)
+                check_gradients(whole, tokens, rank, wrap, recompute)
         model = in_units(copy.deepcopy(whole))
         losses = model.token_losses(tokens, tokens)
         want = whole.token_losses(tokens, tokens)
@@ -85,11 +85,11 @@ def one_process(rank, file, folder):
         of_one = replace(CONFIG, pattern=(kind,), num_layers=1)
         whole = LanguageModel(of_one, dtype=torch.float64)
         whole.loss(tokens).backward()
-        compared(whole, tokens, rank, in_units, False)
+        check_gradients(whole, tokens, rank, in_units, False)
     dist.destroy_process_group()
 
 
-def compared(whole, tokens, rank, wrap, recompute):
+def check_gradients(whole, tokens, rank, wrap, recompute):
     """The gradients of half a batch, averaged, with those of all of it."""
     expected = dict(whole.named_parameters())
     mine = tokens[rank : rank + 1]

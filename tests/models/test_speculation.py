@@ -28,7 +28,7 @@ SAMPLED = {"temperature": 0.7, "top_p": 0.9}
 HOW = pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
 
 
-def lively(*pattern, **to):
+def make_lively_model(*pattern, **to):
     """A model in fp64 whose tokens do not soon repeat themselves."""
     m = make_model(pattern).double() if pattern else make_model().double()
     with torch.no_grad():
@@ -37,14 +37,14 @@ def lively(*pattern, **to):
     return m.to(**to)
 
 
-def generated(m, prompts=PROMPTS, tokens=16, **options):
+def generate(m, prompts=PROMPTS, tokens=16, **options):
     if "temperature" in options:
         some = torch.Generator().manual_seed(5)
         options = {"generator": some} | options
     return [row.tolist() for row in m.generate(prompts, tokens, **options)]
 
 
-def passes(monkeypatch):
+def record_passes(monkeypatch):
     """The tokens of each pass of a model from here on."""
     found, step = [], Reader._step
 
@@ -56,7 +56,7 @@ def passes(monkeypatch):
     return found
 
 
-def told(answers, prompts=PROMPTS, *, right=lambda: MAX_DRAFTS):
+def draft_answers(answers, prompts=PROMPTS, *, right=lambda: MAX_DRAFTS):
     """Drafts what plain decoding found; after ``right`` tokens others."""
 
     def draft(text):
@@ -74,26 +74,26 @@ def told(answers, prompts=PROMPTS, *, right=lambda: MAX_DRAFTS):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_layer(kind, how):
     """Each row has another number of right drafts in each pass."""
-    m, numbers = lively(kind), random.Random(0)
-    plain = generated(m, **how)
-    draft = told(plain, right=lambda: numbers.randint(0, MAX_DRAFTS))
-    assert generated(m, draft=draft, **how) == plain
+    m, numbers = make_lively_model(kind), random.Random(0)
+    plain = generate(m, **how)
+    draft = draft_answers(plain, right=lambda: numbers.randint(0, MAX_DRAFTS))
+    assert generate(m, draft=draft, **how) == plain
 
 
 @HOW
 def test_drafts_of_all_sorts(how, monkeypatch):
-    m = lively()
-    plain, of = generated(m, **how), passes(monkeypatch)
+    m = make_lively_model()
+    plain, of = generate(m, **how), record_passes(monkeypatch)
     numbers = random.Random(0)
 
     def count(draft):
         of.clear()
-        assert generated(m, draft=draft, **how) == plain
+        assert generate(m, draft=draft, **how) == plain
         return len(of), of.count(1)
 
     # 16 tokens: one of the prompt, then up to 8 in a pass.
-    assert count(told(plain)) == (2, 0)
-    assert count(told(plain, right=lambda: 0)) == (15, 0)
+    assert count(draft_answers(plain)) == (2, 0)
+    assert count(draft_answers(plain, right=lambda: 0)) == (15, 0)
     assert count(lambda text: []) == (15, 15)
     assert count(lambda text: [numbers.randrange(V)] * 30)[1] == 0
     assert count("lookup")[0] <= 15
@@ -104,7 +104,7 @@ def test_drafts_of_all_sorts(how, monkeypatch):
 
 def test_a_smaller_model_drafts_what_it_would_draw():
     """With the same noise: models that are alike agree."""
-    m, small = lively(), lively()
+    m, small = make_lively_model(), make_lively_model()
     with torch.no_grad():
         small.norm.weight.mul_(1.01)
     accepted = []
@@ -118,30 +118,30 @@ def test_a_smaller_model_drafts_what_it_would_draw():
     call = Reader.__call__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Reader, "__call__", counted)
-        found = generated(m, draft=small, tokens=32, **SAMPLED)
-    assert found == generated(m, tokens=32, **SAMPLED)
+        found = generate(m, draft=small, tokens=32, **SAMPLED)
+    assert found == generate(m, tokens=32, **SAMPLED)
     assert len(accepted) < 16
 
 
 @pytest.mark.parametrize("n", [1, 2, MAX_DRAFTS + 1, MAX_DRAFTS + 2, 30])
 def test_as_many_tokens_as_asked_for(n):
-    m = lively("softmax")
-    plain = generated(m, tokens=30)
-    draft = told(plain)
-    found = generated(m, tokens=n, draft=draft)
+    m = make_lively_model("softmax")
+    plain = generate(m, tokens=30)
+    draft = draft_answers(plain)
+    found = generate(m, tokens=n, draft=draft)
     assert found == [row[:n] for row in plain]
-    assert generated(m, tokens=0, draft=draft) == [[], [], []]
+    assert generate(m, tokens=0, draft=draft) == [[], [], []]
 
 
 @HOW
 def test_rows_stop_at_tokens_of_their_own(how):
-    m = lively()
-    plain = generated(m, tokens=24, **how)
+    m = make_lively_model()
+    plain = generate(m, tokens=24, **how)
     stop = [plain[0][3], plain[1][10], plain[2][-1]]
-    wanted = generated(m, tokens=24, stop=stop, **how)
+    wanted = generate(m, tokens=24, stop=stop, **how)
     assert len({len(row) for row in wanted}) > 1
-    for draft in ("lookup", told(plain), lambda text: [0]):
-        found = generated(m, tokens=24, stop=stop, draft=draft, **how)
+    for draft in ("lookup", draft_answers(plain), lambda text: [0]):
+        found = generate(m, tokens=24, stop=stop, draft=draft, **how)
         assert found == wanted
     steps = list(stream(m, PROMPTS, 24, stop=stop, draft="lookup"))
     assert len(steps) == len(list(stream(m, PROMPTS, 24, stop=stop)))
@@ -176,8 +176,8 @@ def test_samples_have_the_models_distribution():
 
 def test_what_is_not_finite_where_it_is_reached(monkeypatch):
     """Behind a draft that is wrong it does not matter."""
-    m, prompts = lively(), PROMPTS[:1]
-    plain = generated(m, prompts)
+    m, prompts = make_lively_model(), PROMPTS[:1]
+    plain = generate(m, prompts)
     bad, forward = {next(t for t in range(V) if t not in plain[0])}, m.forward
 
     def not_finite(tokens, *others):
@@ -186,10 +186,10 @@ def test_what_is_not_finite_where_it_is_reached(monkeypatch):
         return y.masked_fill(there[..., None], torch.inf), after
 
     monkeypatch.setattr(m, "forward", not_finite)
-    assert generated(m, prompts, draft=lambda text: [*bad]) == plain
+    assert generate(m, prompts, draft=lambda text: [*bad]) == plain
     bad, got = {plain[0][7]}, []
     with pytest.raises(ValueError, match="logits that are not finite"):
-        for x in stream(m, prompts, 16, draft=told(plain, prompts)):
+        for x in stream(m, prompts, 16, draft=draft_answers(plain, prompts)):
             got += x.tolist()
     assert got == plain[0][: plain[0].index(*bad) + 1]
 
@@ -215,18 +215,18 @@ def test_attention_needs_no_more_room(monkeypatch):
         return x
 
     monkeypatch.setattr(attention, "grow_to", enough)
-    m = lively("softmax")
-    assert len(generated(m, tokens=40, draft=lambda text: [0])[0]) == 40
+    m = make_lively_model("softmax")
+    assert len(generate(m, tokens=40, draft=lambda text: [0])[0]) == 40
 
 
 def test_a_draft_may_do_what_it_likes_with_the_text():
-    m, plain = lively(), generated(lively())
+    m, plain = make_lively_model(), generate(make_lively_model())
 
     def draft(text):
         text[-1] = 0
         return [0]
 
-    assert generated(m, draft=draft) == plain
+    assert generate(m, draft=draft) == plain
 
 
 @torch.no_grad()
@@ -273,12 +273,12 @@ class Past(torch.nn.Module):
 def test_a_layer_that_takes_in_what_it_should_not(monkeypatch):
     monkeypatch.setitem(LAYERS, "past", Past)
     m = make_model(("past",))
-    assert generated(m, draft=lambda text: []) == generated(m)
+    assert generate(m, draft=lambda text: []) == generate(m)
     with pytest.raises(ValueError, match=r"past LayerState\.num_accepted"):
-        generated(m, draft=lambda text: [1])
+        generate(m, draft=lambda text: [1])
 
 
-def unrecorded(monkeypatch):
+def refuse_recording(monkeypatch):
     monkeypatch.setattr(speculation, "is_capturable", lambda *_: False)
 
 
@@ -286,17 +286,17 @@ def unrecorded(monkeypatch):
 @HOW
 @pytest.mark.parametrize("kind", KINDS)
 def test_recorded_passes_are_those_of_python_in_bits(kind, how, monkeypatch):
-    m = lively(kind, device="cuda", dtype=torch.bfloat16)
-    small = lively(kind, device="cuda", dtype=torch.bfloat16)
+    m = make_lively_model(kind, device="cuda", dtype=torch.bfloat16)
+    small = make_lively_model(kind, device="cuda", dtype=torch.bfloat16)
 
     def found():
         return [
-            generated(m, tokens=40, draft=draft, **how)
+            generate(m, tokens=40, draft=draft, **how)
             for draft in ("lookup", small, lambda text: [])
         ]
 
     recorded = found()
-    unrecorded(monkeypatch)
+    refuse_recording(monkeypatch)
     assert recorded == found()
 
 
@@ -304,17 +304,17 @@ def test_recorded_passes_are_those_of_python_in_bits(kind, how, monkeypatch):
 @HOW
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_layer_on_gpu(kind, how):
-    m, numbers = lively(kind, device="cuda"), random.Random(0)
-    plain = generated(m, tokens=40, **how)
-    draft = told(plain, right=lambda: numbers.randint(0, MAX_DRAFTS))
-    assert generated(m, tokens=40, draft=draft, **how) == plain
+    m, numbers = make_lively_model(kind, device="cuda"), random.Random(0)
+    plain = generate(m, tokens=40, **how)
+    draft = draft_answers(plain, right=lambda: numbers.randint(0, MAX_DRAFTS))
+    assert generate(m, tokens=40, draft=draft, **how) == plain
 
 
 @pytest.mark.gpu
 def test_keys_of_a_recorded_pass_outgrow_it(monkeypatch):
-    m = lively("softmax", device="cuda")
-    plain = generated(m, tokens=100)
+    m = make_lively_model("softmax", device="cuda")
+    plain = generate(m, tokens=100)
     monkeypatch.setattr(captured_step, "SPARE_TOKENS", 8)
     for right in (1, MAX_DRAFTS):
-        draft = told(plain, right=lambda n=right: n)
-        assert generated(m, tokens=100, draft=draft) == plain
+        draft = draft_answers(plain, right=lambda n=right: n)
+        assert generate(m, tokens=100, draft=draft) == plain

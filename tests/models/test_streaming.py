@@ -24,7 +24,7 @@ def make_model(kind="gla", **to):
 PROMPT = torch.tensor([1, 2])
 
 
-def scripted(monkeypatch, *steps):
+def script_tokens(monkeypatch, *steps):
     """Generating takes these tokens, one list per step."""
     left = [torch.tensor(step) for step in steps]
 
@@ -52,25 +52,25 @@ STOPS = {
 def test_a_stop_of_any_type_of_integer(stop, monkeypatch):
     """Each row ends at its own, and all of them when the last one does."""
     script = [[3, 4], [3, 7], [3, 4], [7, 4], [4, 4]]
-    scripted(monkeypatch, *script)
+    script_tokens(monkeypatch, *script)
     m, prompts = make_model(), PROMPT.expand(2, 2)
     found = m.generate(prompts, 5, stop=stop)
     assert [row.tolist() for row in found] == [[3, 3, 3], [4]]
-    scripted(monkeypatch, *script)
+    script_tokens(monkeypatch, *script)
     assert len(list(stream(m, prompts, 5, stop=stop))) == 4
 
 
 @pytest.mark.parametrize("stop", [None, [], torch.tensor([]).long()])
 def test_no_stop(stop, monkeypatch):
-    scripted(monkeypatch, [0], [1])
+    script_tokens(monkeypatch, [0], [1])
     assert make_model().generate(PROMPT, 2, stop=stop)[0].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("stop", [0, [0], torch.tensor([0]), range(V)])
 def test_a_first_token_that_stops(stop, monkeypatch):
-    scripted(monkeypatch, [0], [1])
+    script_tokens(monkeypatch, [0], [1])
     assert make_model().generate(PROMPT, 2, stop=stop)[0].tolist() == []
-    scripted(monkeypatch, [0], [1])
+    script_tokens(monkeypatch, [0], [1])
     assert len(list(stream(make_model(), PROMPT, 2, stop=stop))) == 1
     assert make_model().generate(PROMPT, 0)[0].tolist() == []
 

@@ -41,7 +41,7 @@ def owners(m):
     }
 
 
-def adapted(module, seed):
+def adapt(module, seed):
     """A and B of an adapter whose forward stands on the object."""
     generator = torch.Generator().manual_seed(seed)
     n, d = module.weight.shape
@@ -64,7 +64,7 @@ def test_adapters_are_as_if_merged(kind, tied):
     factors, kinds = [], nn.Linear | nn.Embedding if tied else nn.Linear
     for i, (name, module) in enumerate(m.named_modules()):
         if isinstance(module, kinds):
-            A, B = adapted(module, i)
+            A, B = adapt(module, i)
             factors += [A, B]
             with torch.no_grad():
                 merged.get_submodule(name).weight += B @ A
@@ -221,7 +221,7 @@ def test_adapters_count_in_a_compiled_step():
     m, merged = models_of("gated_deltanet")
     for i, module in enumerate(m.modules()):
         if isinstance(module, nn.Linear):
-            adapted(module, i)
+            adapt(module, i)
     tokens = token_ids(2, 9)
     want = m.loss(tokens)
     assert abs(want - merged.loss(tokens)) > 1e-4

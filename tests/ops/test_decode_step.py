@@ -29,23 +29,23 @@ members = pytest.mark.parametrize(
 )
 
 
-def call(gate="channel", rule="delta", **sizes):
+def make_step(gate="channel", rule="delta", **sizes):
     """A member's inputs as decode_step takes them, all else by keyword."""
     x = member_inputs(gate, rule, **sizes)
     return x | {"state": x.pop("initial_state")}
 
 
-def widened(x):
+def widen(x):
     return {name: t.double() for name, t in x.items()}
 
 
-def expected(x, **options):
+def reference_results(x, **options):
     """Outputs and the state after them, from the equations, in fp64."""
-    x = widened(x)
+    x = widen(x)
     return explicit(**x | {"initial_state": x.pop("state")}, **options)
 
 
-def part(x, tokens):
+def cut_tokens(x, tokens):
     """Those tokens of a member's inputs; a fixed gate has none."""
     return {n: t if t.dim() == 1 else t[:, tokens] for n, t in x.items()}
 
@@ -54,8 +54,8 @@ def part(x, tokens):
 @pytest.mark.parametrize("T", [1, 3, 16])
 @pytest.mark.parametrize("backend", ["auto", "loop", "torch"])
 def test_every_member_and_length(gate, rule, T, backend):
-    x = call(gate, rule, B=2, T=T, H=2, HV=6)
-    o_ref, state_ref = expected(x)
+    x = make_step(gate, rule, B=2, T=T, H=2, HV=6)
+    o_ref, state_ref = reference_results(x)
     state = x["state"].clone()
     before = {name: t.clone() for name, t in x.items() if name != "state"}
     with ops.record_backends() as ran:
@@ -75,11 +75,11 @@ def test_prefill_then_decode_is_one_long_prefill(gate, rule, step):
     x = member_inputs(gate, rule, B=2, T=80)
     state = x.pop("initial_state")
     o_ref, state_ref = fw.linear_recurrence(**x, initial_state=state)
-    prompt = part(x, slice(0, 48))
+    prompt = cut_tokens(x, slice(0, 48))
     o, state = fw.linear_recurrence(**prompt, initial_state=state)
     outputs = [o]
     for t in range(48, 80, step):
-        tokens = part(x, slice(t, t + step))
+        tokens = cut_tokens(x, slice(t, t + step))
         outputs.append(fw.decode_step(**tokens, state=state))
     assert relative_error(torch.cat(outputs, 1), o_ref) <= EXACT
     assert relative_error(state, state_ref) <= EXACT
@@ -89,9 +89,9 @@ def test_prefill_then_decode_is_one_long_prefill(gate, rule, step):
 @pytest.mark.parametrize("rows", [None, [4, 1, 2, 0], [4, -1, 2, 0]])
 def test_a_state_takes_in_what_is_accepted(gate, rule, rows):
     """Outputs of all tokens; the state after the first of each sequence."""
-    x = call(gate, rule, B=4, T=5, H=2, HV=4)
+    x = make_step(gate, rule, B=4, T=5, H=2, HV=4)
     counts, start = torch.tensor([2, 0, 5, 1]), x.pop("state")
-    o_ref, _ = expected(x | {"state": start})
+    o_ref, _ = reference_results(x | {"state": start})
     state, options = start.clone(), {}
     if rows is not None:
         options = {"rows": torch.tensor(rows)}
@@ -110,7 +110,7 @@ def test_a_state_takes_in_what_is_accepted(gate, rule, rows):
         state[row] = before[row]
         if n:
             own = {k: t if t.dim() == 1 else t[b, None] for k, t in x.items()}
-            fw.decode_step(**part(own, slice(0, n)), state=wanted)
+            fw.decode_step(**cut_tokens(own, slice(0, n)), state=wanted)
         assert relative_error(now, wanted[0]) <= EXACT
     others = [i for i in range(len(state)) if rows and i not in rows]
     assert state[others].equal(before[others])
@@ -187,8 +187,8 @@ def test_what_is_computed_outside_has_its_steps_named():
 @members
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_every_dtype(gate, rule, dtype):
-    x = call(gate, rule, T=16, K=32, V=33, dtype=getattr(torch, dtype))
-    o_ref, state_ref = expected(x)
+    x = make_step(gate, rule, T=16, K=32, V=33, dtype=getattr(torch, dtype))
+    o_ref, state_ref = reference_results(x)
     o = fw.decode_step(**x)
     assert o.dtype == x["v"].dtype and x["state"].dtype == torch.float32
     assert relative_error(o, o_ref) <= (1e-6 if dtype == "float32" else 5e-3)
@@ -197,9 +197,9 @@ def test_every_dtype(gate, rule, dtype):
 
 @pytest.mark.parametrize("scale", [None, 2, 0.1, 0.0])
 def test_any_scale_is_the_definitions(scale):
-    x = call("head")
+    x = make_step("head")
     x = {n: t if n == "state" else t[:, :5] for n, t in x.items()}
-    o_ref, _ = expected(x, scale=scale and float(scale))
+    o_ref, _ = reference_results(x, scale=scale and float(scale))
     assert relative_error(fw.decode_step(**x, scale=scale), o_ref) <= EXACT
 
 
@@ -225,10 +225,10 @@ VIEWS = [slots, every_other_head, transposed, heads_last]
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_view_of_a_cache_is_updated_and_nothing_else(view):
     """The caller's own memory changes, however it lies."""
-    x = call(B=2, T=4, H=1, HV=3, K=6, V=6)
+    x = make_step(B=2, T=4, H=1, HV=3, K=6, V=6)
     cache = torch.randn(4, 6, 6, 6, dtype=torch.float64)
     before, x["state"] = cache.clone(), view(cache)[:, :3]
-    o_ref, state_ref = expected(x)
+    o_ref, state_ref = reference_results(x)
     assert relative_error(fw.decode_step(**x), o_ref) <= EXACT
     assert relative_error(view(cache)[:, :3], state_ref) <= EXACT
     view(cache)[:, :3] = view(before)[:, :3]
@@ -236,7 +236,7 @@ def test_a_view_of_a_cache_is_updated_and_nothing_else(view):
 
 
 def test_inputs_need_not_be_contiguous():
-    x = call(B=2, T=5, H=2, HV=4)
+    x = make_step(B=2, T=5, H=2, HV=4)
     views = {
         n: t.movedim(0, -1).contiguous().movedim(-1, 0) for n, t in x.items()
     }
@@ -250,7 +250,7 @@ def test_inputs_need_not_be_contiguous():
 def test_autocast_narrows_q_k_v_and_nothing_else(dtype):
     dtype = getattr(torch, dtype)
     products = dtype if dtype == torch.float64 else torch.bfloat16
-    x = call(T=7, dtype=torch.float32)
+    x = make_step(T=7, dtype=torch.float32)
     names = x if dtype == torch.float64 else ("q", "k", "v")
     x |= {name: x[name].to(dtype) for name in names}
     by_hand = {name: t.clone() for name, t in x.items()}
@@ -264,7 +264,7 @@ def test_autocast_narrows_q_k_v_and_nothing_else(dtype):
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "state"])
 def test_it_refuses_where_a_gradient_is_needed(name):
-    x = call(T=2)
+    x = make_step(T=2)
     x[name].requires_grad_()
     with pytest.raises(ValueError, match=rf"^{name}: .*torch\.no_grad\(\)"):
         fw.decode_step(**x)
@@ -277,7 +277,7 @@ def test_it_refuses_where_a_gradient_is_needed(name):
 @pytest.mark.parametrize("profiled", [False, True])
 def test_a_state_of_inference_mode_goes_on_outside_of_it(profiled):
     """Updated in place; the outputs are like any other."""
-    x = call(T=2)
+    x = make_step(T=2)
     ref = x["state"].clone()
     o_ref = fw.decode_step(**x | {"state": ref})
     with torch.inference_mode():
@@ -296,7 +296,7 @@ def test_a_graph_that_has_saved_the_state_notices(monkeypatch):
         return v
 
     monkeypatch.setattr(decode, "_decode", write)
-    x = call(T=2)
+    x = make_step(T=2)
     weight = torch.ones((), dtype=torch.float64, requires_grad=True)
     read = (weight * x["state"]).sum()
     with torch.no_grad():
@@ -308,7 +308,7 @@ def test_a_graph_that_has_saved_the_state_notices(monkeypatch):
 @pytest.mark.parametrize("name", ["g", "beta"])
 def test_gates_and_rates_go_by_name(name):
     """By position deltanet's beta would pass for mamba2's g."""
-    x = call("head", T=2)
+    x = make_step("head", T=2)
     q, k, v, state = (x[n] for n in ("q", "k", "v", "state"))
     before = state.clone()
     with pytest.raises(TypeError, match="takes 3 positional arguments"):
@@ -317,7 +317,7 @@ def test_gates_and_rates_go_by_name(name):
 
 
 def test_what_looks_at_operators_sees_it():
-    x = call(T=2)
+    x = make_step(T=2)
     expected = fw.decode_step(**x | {"state": x["state"].clone()})
     with torch.profiler.profile() as profile:
         state = x["state"].clone()
@@ -333,7 +333,7 @@ def test_what_looks_at_operators_sees_it():
 
 @members
 def test_operator_passes_opcheck(gate, rule):
-    x = call(gate, rule, T=3, H=2, HV=4, dtype=torch.float32)
+    x = make_step(gate, rule, T=3, H=2, HV=4, dtype=torch.float32)
     state = x["state"].mT.contiguous().mT
     named = map(x.get, ("q", "k", "v", "g", "beta", "erase_key"))
     torch.library.opcheck(OPERATOR, (*named, state, None, None, 0.5, "auto"))
@@ -368,8 +368,8 @@ def test_one_graph_decodes_every_token():
 def test_one_graph_for_several_numbers_of_tokens():
     with in_one_graph(fw.decode_step) as compiled:
         for T in (2, 5, 16):
-            x = call(T=T)
-            o_ref, state_ref = expected(x)
+            x = make_step(T=T)
+            o_ref, state_ref = reference_results(x)
             for name in ("q", "k", "v", "g", "beta"):
                 torch._dynamo.mark_dynamic(x[name], 1)
             assert relative_error(compiled(**x), o_ref) <= EXACT
@@ -449,7 +449,7 @@ def test_a_state_in_bf16_may_forget_nothing(half_life, forgets):
 
 def test_rows_of_a_pool_in_bf16():
     """Each is rounded once, and the others are as they were."""
-    x = call("channel", T=3, dtype=torch.bfloat16)
+    x = make_step("channel", T=3, dtype=torch.bfloat16)
     pool = torch.randn(4, *x["state"].shape[1:]).bfloat16()
     rows = torch.tensor([2, 0])[: len(x["q"])]
     alone = {**x, "state": pool[rows].float()}
@@ -523,7 +523,7 @@ dtype=torch.float64)} | {"g": None, "beta": None, "backend": "triton"}
 def test_bad_calls_name_the_argument_and_what_it_needs(wrong, error):
     if "triton" in wrong:
         pytest.importorskip("triton")
-    x = call("head", T=6, H=2, HV=4, K=3, dtype=torch.float32)
+    x = make_step("head", T=6, H=2, HV=4, K=3, dtype=torch.float32)
     state = x["state"].clone()
     with error():
         fw.decode_step(**x | eval(f"dict({wrong})"))

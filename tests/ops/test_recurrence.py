@@ -55,13 +55,13 @@ HEADS = {
 PACKS = {"batch": None, "pack": (0, 0, 0.02, 0.4, 0.4, 1, 1), "one": (0, 1)}
 
 
-def scattered(t):
+def scatter(t):
     """The same values behind strides of another order, with gaps."""
     wide = t.repeat_interleave(2, dim=-1).movedim(0, -1).contiguous()
     return wide.movedim(-1, 0)[..., ::2]
 
 
-def separately(cu_seqlens, initial_state, **x):
+def run_separately(cu_seqlens, initial_state, **x):
     """The equations of each packed sequence by itself."""
     outputs, states = [], [*initial_state.split(1)]
     for n, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
@@ -80,7 +80,7 @@ def separately(cu_seqlens, initial_state, **x):
     chunk_size=[16, 32, 64, None],
     use=["both", "o", "state"],
     index=[torch.int32, torch.int64],
-    layout={"contiguous": lambda t: t, "scattered": scattered},
+    layout={"contiguous": lambda t: t, "scattered": scatter},
 )
 def test_it_is_its_equations(
     kind, T, heads, pack, chunk_size, use, index, layout
@@ -96,7 +96,7 @@ def test_it_is_its_equations(
         x |= {
             name: x[name] / 32 for name in ("beta", "erase_key") if name in x
         }
-    ref = results(separately if pack else explicit, x, use=use, **options)
+    ref = results(run_separately if pack else explicit, x, use=use, **options)
     views = {name: layout(t) for name, t in x.items()}
     for backend in BACKENDS:
         options |= {"backend": backend, "chunk_size": chunk_size}
@@ -108,7 +108,7 @@ def test_it_is_its_equations(
 def test_views_are_copied_once_for_forward_and_backward(gate, rule):
     """What is kept for the backward is the copy; results stay the same."""
     x = member_inputs(gate, rule, T=20)
-    views = {name: scattered(t) for name, t in x.items()}
+    views = {name: scatter(t) for name, t in x.items()}
     assert_same(
         results(fw.linear_recurrence, views),
         results(fw.linear_recurrence, x),

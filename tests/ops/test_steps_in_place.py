@@ -78,7 +78,7 @@ CASES = {
 }
 
 
-def given(state):
+def as_argument(state):
     """As a step takes it: one tensor, or a pair."""
     return state if len(state) > 1 else state[0]
 
@@ -97,7 +97,7 @@ def test_steps_are_the_whole(case, pieces):
     outputs, t = [], 0
     for n in pieces:
         token = {name: y[:, t : t + n] for name, y in x.items()}
-        outputs.append(step(**token, state=given(state)))
+        outputs.append(step(**token, state=as_argument(state)))
         t += n
     assert relative_error(torch.cat(outputs, 1), o_ref) < EXACT
     for S, S_ref in zip(state, after(last), strict=True):
@@ -119,8 +119,8 @@ def test_steps_in_a_pool(case, index, none):
         P[rows[0]], P[rows[2]] = S[0], S[2]
     for t in range(0, 12, 2):
         token = {name: y[:, t : t + 2] for name, y in x.items()}
-        o_ref = step(**token, state=given(alone))
-        o = step(**token, state=given(pool), rows=rows)
+        o_ref = step(**token, state=as_argument(alone))
+        o = step(**token, state=as_argument(pool), rows=rows)
         assert relative_error(o[[0, 2]], o_ref[[0, 2]]) < EXACT
         if case != "mlstm":
             assert not o[1].any()
@@ -138,8 +138,8 @@ def test_states_of_inference_mode_go_on_outside_of_it(case, in_rows):
     rows = {"rows": torch.arange(3)} if in_rows else {}
     with torch.inference_mode():
         inside = tuple(S.clone() for S in state)
-    o_ref = step(**token, state=given(state), **rows)
-    o = step(**token, state=given(inside), **rows)
+    o_ref = step(**token, state=as_argument(state), **rows)
+    o = step(**token, state=as_argument(inside), **rows)
     assert torch.equal(o, o_ref) and not o.is_inference()
     assert all(map(torch.equal, inside, state))
 
@@ -257,8 +257,8 @@ def test_a_step_compiles_whole(case):
     rows = torch.arange(3)
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     for _ in range(2):
-        o_ref = step(**token, state=given(alone))
-        o = compiled(**token, state=given(state), rows=rows)
+        o_ref = step(**token, state=as_argument(alone))
+        o = compiled(**token, state=as_argument(state), rows=rows)
         assert relative_error(o, o_ref) < EXACT
     for S, S_ref in zip(state, alone, strict=True):
         torch.testing.assert_close(S, S_ref, rtol=EXACT, atol=EXACT)

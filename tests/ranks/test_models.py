@@ -21,15 +21,15 @@ def group():
 @pytest.mark.parametrize("spread", SPREAD_MODELS)
 def test_a_model_of_every_layer(group, spread):
     """Losses at borders of ranks too; blocks kept, and computed again."""
-    group.run(rank_cases.layers, SPREAD_MODELS[spread])
+    group.run(rank_cases.check_layers, SPREAD_MODELS[spread])
 
 
 @pytest.mark.parametrize("spread", SPREAD_MODELS)
 def test_states_go_on_after_a_shared_prompt(group, spread):
     """Of layers that made their own, and of those with room from the start."""
     for room in (False, True):
-        group.run(rank_cases.states, SPREAD_MODELS[spread], room)
+        group.run(rank_cases.check_states, SPREAD_MODELS[spread], room)
 
 
 def test_layers_that_have_no_way_over_ranks(group):
-    group.run(rank_cases.refused_layers)
+    group.run(rank_cases.check_refused_layers)

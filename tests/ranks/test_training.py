@@ -73,7 +73,7 @@ def test_the_steps_of_one_process(folder, group, tmp_path, kind):
         here = replace(settings, **layout)
         save = tmp_path / f"{n}.pt"
         given = here, path, save, 20 * n // len(layouts)
-        results = group.run(rank_cases.trained, *given)
+        results = group.run(rank_cases.train, *given)
         assert all(result == results[0] for result in results)
         path = save
         losses += results[0][0]

@@ -28,13 +28,13 @@ from pathlib import Path
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import torch
-from layers import HERE, packed
+from layers import HERE, pack
 
 FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
 B, H = 2, 2
 
 
-def loaded(path: str, **changes: str) -> types.ModuleType:
+def load_module(path: str, **changes: str) -> types.ModuleType:
     """The module in this file, with some of its text replaced."""
     text = (FOLDER / path).read_text()
     for old, new in changes.values():
@@ -50,14 +50,14 @@ def loaded(path: str, **changes: str) -> types.ModuleType:
     return module
 
 
-def drawn(*shape: int, low: float | None = None) -> torch.Tensor:
+def draw(*shape: int, low: float | None = None) -> torch.Tensor:
     """Numbers that fp32 holds, in fp64; uniform from low to 1 if given."""
     x = torch.randn(shape) if low is None else torch.rand(shape)
     x = x if low is None else low + (1 - low) * x
     return x.double().requires_grad_()
 
 
-def saved(name: str, source: str, o, inputs: dict, **more) -> None:
+def save(name: str, source: str, o, inputs: dict, **more) -> None:
     """Output, and the gradients of the sum of its squares."""
     slopes = ()
     if o.requires_grad:
@@ -67,10 +67,10 @@ def saved(name: str, source: str, o, inputs: dict, **more) -> None:
         "versions": f"torch {torch.__version__}",
         "command": "python tests/recorded/deep.py FOLDER",
         **more,
-        "inputs": {k: packed(x) for k, x in inputs.items()},
-        "o": packed(o),
+        "inputs": {k: pack(x) for k, x in inputs.items()},
+        "o": pack(o),
         "gradients": {
-            k: packed(d) for k, d in zip(inputs, slopes, strict=False)
+            k: pack(d) for k, d in zip(inputs, slopes, strict=False)
         },
     }
     text = json.dumps(record, indent=1)
@@ -80,7 +80,7 @@ def saved(name: str, source: str, o, inputs: dict, **more) -> None:
 
 def ttt(kind: str) -> None:
     """A whole layer, with a mini-batch of 3 at the end."""
-    module = loaded("ttt-lm-pytorch/ttt.py")
+    module = load_module("ttt-lm-pytorch/ttt.py")
     config = module.TTTConfig(
         hidden_size=8,
         num_attention_heads=H,
@@ -96,9 +96,9 @@ def ttt(kind: str) -> None:
             scale = 0.05 if key == "learnable_token_idx" else 0.4
             p.copy_(scale * torch.randn_like(p) + ("norm_w" in key))
     layer.double()
-    x = drawn(B, 11, 8)
+    x = draw(B, 11, 8)
     at = torch.arange(11)[None].expand(B, 11)
-    saved(
+    save(
         f"ttt_{kind}",
         f"ttt-lm-pytorch cd831db, ttt.py, {make.__name__}",
         layer(x, position_ids=at),
@@ -107,7 +107,7 @@ def ttt(kind: str) -> None:
 
 
 def lact(name: str, muon: bool, momentum: bool, prenorm: bool = False):
-    module = loaded(
+    module = load_module(
         "LaCT/lact_llm/lact_model/ttt_operation.py",
         newton_schulz=("G.bfloat16()", "G"),
         in_place=("inplace=True", "inplace=False"),
@@ -115,17 +115,17 @@ def lact(name: str, muon: bool, momentum: bool, prenorm: bool = False):
     torch.manual_seed(0)
     K, N, V, T, C = 4, 5, 3, 11, 4
     inputs = {
-        "w0": drawn(B, N, K),
-        "w1": drawn(B, V, N),
-        "w2": drawn(B, N, K),
-        "q": drawn(B, T, K),
-        "k": drawn(B, T, K),
-        "v": drawn(B, T, V),
-        "lr0": drawn(B, T, 1, low=0.0),
-        "lr1": drawn(B, T, 1, low=0.0),
-        "lr2": drawn(B, T, 1, low=0.0),
+        "w0": draw(B, N, K),
+        "w1": draw(B, V, N),
+        "w2": draw(B, N, K),
+        "q": draw(B, T, K),
+        "k": draw(B, T, K),
+        "v": draw(B, T, V),
+        "lr0": draw(B, T, 1, low=0.0),
+        "lr1": draw(B, T, 1, low=0.0),
+        "lr2": draw(B, T, 1, low=0.0),
     }
-    m = drawn(B, T, 1, low=0.0)
+    m = draw(B, T, 1, low=0.0)
     more = {"momentum": m} if momentum else {}
     run = (
         module.prenorm_block_causal_lact_swiglu
@@ -134,7 +134,7 @@ def lact(name: str, muon: bool, momentum: bool, prenorm: bool = False):
     )
     o = run(*inputs.values(), chunk_size=C, use_muon=muon, **more)
     source = f"LaCT 1f84d47, lact_model/ttt_operation.py, {run.__name__}"
-    saved(name, source, o, inputs | more, chunk=C)
+    save(name, source, o, inputs | more, chunk=C)
 
 
 def window_attention(q, k, v, causal, window_size):
@@ -173,7 +173,7 @@ class Norm(torch.nn.RMSNorm):
 
 def lact_layer() -> None:
     """The whole layer, pre-norm, with momentum and Muon in fp64."""
-    operation = loaded(
+    operation = load_module(
         "LaCT/lact_llm/lact_model/ttt_operation.py",
         newton_schulz=("G.bfloat16()", "G"),
         in_place=("inplace=True", "inplace=False"),
@@ -193,7 +193,7 @@ def lact_layer() -> None:
         ),
     }
     sys.modules.update(stubs)
-    module = loaded(
+    module = load_module(
         "LaCT/lact_llm/lact_model/layer_lact_swiglu.py",
         operation=("from .ttt_operation import", "from lact_operation import"),
         fused=(
@@ -222,8 +222,8 @@ def lact_layer() -> None:
         for key, p in layer.named_parameters():
             p.copy_(0.5 * torch.randn_like(p) + ("norm.weight" in key))
     layer.double()
-    x = drawn(B, 11, 8)
-    saved(
+    x = draw(B, 11, 8)
+    save(
         "lact_layer",
         "LaCT 1f84d47, lact_model/layer_lact_swiglu.py, LaCTSWIGLULayer",
         layer(x)[0],
@@ -243,35 +243,35 @@ def titans() -> None:
     with torch.no_grad():
         for p in layer.parameters():
             p.copy_(p.float())
-    x = drawn(B, 11, 4)
+    x = draw(B, 11, 4)
     named = {k: p for k, p in layer.named_parameters() if p.requires_grad}
     used = {k: p for k, p in named.items() if "memory_model." not in k}
     o, _ = layer(x)
     source = "titans-pytorch cc016eb, neural_memory.py, NeuralMemory"
-    saved("titans_lucidrains", source, o, {"x": x, **used}, chunk=3)
+    save("titans_lucidrains", source, o, {"x": x, **used}, chunk=3)
 
 
 def fla_ttt() -> None:
     """The reference of another library, which differs: see the test."""
-    module = loaded(
+    module = load_module(
         "flash-linear-attention/fla/ops/ttt/naive.py",
         fp64=("torch.float32", "torch.float64"),
     )
     torch.manual_seed(0)
     T, K = 8, 4
     inputs = {
-        "q": drawn(B, T, H, K),
-        "k": drawn(B, T, H, K),
-        "v": drawn(B, T, H, K),
-        "w": drawn(H, K, low=0.5),
-        "b": drawn(H, K),
-        "eta": drawn(B, T, H, 1, low=0.0),
+        "q": draw(B, T, H, K),
+        "k": draw(B, T, H, K),
+        "v": draw(B, T, H, K),
+        "w": draw(H, K, low=0.5),
+        "b": draw(H, K),
+        "eta": draw(B, T, H, 1, low=0.0),
     }
     with torch.no_grad():
         o, *_ = module.chunk_ttt_linear_ref(
             *(x.clone() for x in inputs.values()), scale=1.0, mini_batch_size=4
         )
-    saved(
+    save(
         "ttt_flash_linear_attention",
         "flash-linear-attention bc3b101, ops/ttt/naive.py",
         o,
@@ -280,7 +280,7 @@ def fla_ttt() -> None:
 
 
 def mesa() -> None:
-    module = loaded(
+    module = load_module(
         "flash-linear-attention/fla/ops/mesa_net/naive.py",
         fp64=(".float()", ".double()"),
         zeros=("device=q.device", "device=q.device, dtype=q.dtype"),
@@ -288,18 +288,18 @@ def mesa() -> None:
     torch.manual_seed(0)
     T, K = 11, 4
     inputs = {
-        "q": drawn(B, T, H, K),
-        "k": drawn(B, T, H, K),
-        "v": drawn(B, T, H, K),
-        "g": drawn(B, T, H, low=-1.0),
-        "lamb": drawn(H, K, low=0.25),
-        "beta": drawn(B, T, H, low=0.0),
+        "q": draw(B, T, H, K),
+        "k": draw(B, T, H, K),
+        "v": draw(B, T, H, K),
+        "g": draw(B, T, H, low=-1.0),
+        "lamb": draw(H, K, low=0.25),
+        "beta": draw(B, T, H, low=0.0),
     }
     with torch.no_grad():
         inputs["g"].clamp_(max=-0.01)
     o, _, _ = module.naive_mesa_net_exact(*inputs.values())
     source = "flash-linear-attention bc3b101, ops/mesa_net/naive.py, exact"
-    saved("mesa_exact", source, o, inputs)
+    save("mesa_exact", source, o, inputs)
 
 
 if __name__ == "__main__":

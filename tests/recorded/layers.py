@@ -156,7 +156,7 @@ def randomise(layer: torch.nn.Module) -> None:
             p.normal_(0, 0.5)
 
 
-def packed(x: torch.Tensor) -> list:
+def pack(x: torch.Tensor) -> list:
     """Shape, and the fp32 numbers in base64."""
     raw = x.detach().float().contiguous().numpy().astype("<f4").tobytes()
     return [list(x.shape), base64.b64encode(raw).decode()]
@@ -177,9 +177,9 @@ def main() -> None:
             "versions": f"transformers {transformers.__version__}, "
             f"torch {torch.__version__}",
             "command": "python tests/recorded/layers.py",
-            "x": packed(x),
-            "y": packed(y),
-            "weights": {k: packed(p) for k, p in layer.named_parameters()},
+            "x": pack(x),
+            "y": pack(y),
+            "weights": {k: pack(p) for k, p in layer.named_parameters()},
         }
         text = json.dumps(record, indent=1)
         (HERE / f"{name}.json").write_text(text + "\n")

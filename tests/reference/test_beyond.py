@@ -21,7 +21,7 @@ B, T, H, K, V = 2, 11, 2, 4, 3
 DOUBLE = {"dtype": torch.float64}
 
 
-def drawn(*sizes):
+def draw(*sizes):
     """Tensors [B, T, H, n]; where n is 0 [B, T, H] with numbers in (0, 1)."""
     torch.manual_seed(0)
     return [
@@ -38,7 +38,7 @@ def start(*shape):
 
 def test_rwkv7():
     """The paper's matrices, which are the transposes of these."""
-    q, k, v, g, kappa, a = drawn(K, K, V, K, K, K)
+    q, k, v, g, kappa, a = draw(K, K, V, K, K, K)
     g, a, kappa = -g.square(), a.sigmoid(), F.normalize(kappa, dim=-1)
     S0 = start()
     o, S = steps.scan(beyond.rwkv7, S0, q, k, v, g, kappa, a)
@@ -54,7 +54,7 @@ def test_rwkv7():
 
 def test_delta_product_is_deltanet_with_more_tokens():
     n = 3
-    q, g = drawn(K, 0)
+    q, g = draw(K, 0)
     k = F.normalize(torch.randn(B, T, n, H, K, **DOUBLE), dim=-1)
     v = torch.randn(B, T, n, H, V, **DOUBLE)
     beta, S0 = 2 * torch.rand(B, T, n, H, **DOUBLE), start()
@@ -75,7 +75,7 @@ def test_delta_product_is_deltanet_with_more_tokens():
 
 def test_mamba3_is_two_runs_of_mamba2():
     """One of the tokens, one of the tokens before them, their sum read."""
-    q, k, v, dt, g, share = drawn(K, K, V, 0, 0, 0)
+    q, k, v, dt, g, share = draw(K, K, V, 0, 0, 0)
     g = -g
     empty = start() * 0, start(K) * 0, start(V) * 0
     o, (S, *last) = steps.scan(beyond.mamba3, empty, q, k, v, dt, g, share)
@@ -110,7 +110,7 @@ def level(t, s):
 @pytest.mark.parametrize("weighted", [True, False])
 def test_log_linear_attention_is_a_masked_square(weighted):
     L = 5
-    q, k, v, g, weights = drawn(K, K, V, 0, L)
+    q, k, v, g, weights = draw(K, K, V, 0, L)
     weights = F.softplus(weights) if weighted else torch.ones_like(weights)
     empty = torch.zeros(B, H, L, K, V, **DOUBLE), 0
     o, (S, t) = steps.scan(beyond.log_linear, empty, q, k, v, -g, weights)
@@ -131,7 +131,7 @@ def test_log_linear_attention_is_a_masked_square(weighted):
 
 
 def test_path_attention_is_products_of_matrices():
-    q, k, v, w, beta = drawn(K, K, V, K, 0)
+    q, k, v, w, beta = draw(K, K, V, K, 0)
     w, beta = F.normalize(w, dim=-1), 2 * beta
     empty = start(0, K), start(0, V)
     o, _ = steps.scan(beyond.path, empty, q, k, v, w, beta)
@@ -157,7 +157,7 @@ def empty_window():
 
 @pytest.mark.parametrize("muon", [False, True])
 def test_atlas_is_a_gradient_over_its_window(muon):
-    q, k, v, strength, momentum, g, rate = drawn(K, K, V, 0, 0, 0, 0)
+    q, k, v, strength, momentum, g, rate = draw(K, K, V, 0, 0, 0, 0)
     rate, window = 0.1 * rate, 3
     options = {"orthogonal": newton_schulz} if muon else {}
     step = partial(beyond.atlas, window=window, **options)
@@ -180,7 +180,7 @@ def test_atlas_is_a_gradient_over_its_window(muon):
 
 
 def test_atlas_with_a_window_of_one_is_titans():
-    q, k, v, strength, momentum, g = drawn(K, K, V, 0, 0, 0)
+    q, k, v, strength, momentum, g = draw(K, K, V, 0, 0, 0)
     step = partial(beyond.atlas, window=1)
     one = torch.ones_like(g)
     rates = strength, momentum, -g, one

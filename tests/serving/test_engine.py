@@ -30,11 +30,11 @@ patterns = pytest.mark.parametrize("pattern", PATTERNS, ids="-".join)
 def test_any_order_of_arrival_gives_the_tokens_of_each_alone(
     pattern, batch_invariant
 ):
-    model, some = served_model(pattern), make_prompts(*PROMPT_LENGTHS)
-    ways = [OPTIONS[i % len(OPTIONS)] for i in range(len(some))]
+    model, prompts = served_model(pattern), make_prompts(*PROMPT_LENGTHS)
+    options = [OPTIONS[i % len(OPTIONS)] for i in range(len(prompts))]
     ref = [
-        generate_alone(model, x, 9, **to)
-        for x, to in zip(some, ways, strict=True)
+        generate_alone(model, x, 9, **option)
+        for x, option in zip(prompts, options, strict=True)
     ]
     for order in ([*range(7)], [5, 2, 0, 3, 6, 1, 4]):
         engine, requests = (
@@ -43,7 +43,7 @@ def test_any_order_of_arrival_gives_the_tokens_of_each_alone(
         )
         found = {}
         for i in order:
-            requests[i] = engine.add(some[i], 9, **ways[i])
+            requests[i] = engine.add(prompts[i], 9, **options[i])
             for request, token in engine.step():
                 found.setdefault(request, []).append(token)
         for request, tokens in run_engine(engine).items():
@@ -123,32 +123,32 @@ def test_prompts_are_read_in_pieces_between_tokens():
 def test_where_rows_are_scarce_prompts_are_read_together():
     """Many rows that go on wait for no prompt alone, if it waits not long."""
     engine = make_engine(num_rows=8, max_prefill_tokens=32)
-    some = make_prompts(*[5] * 12)
-    for prompt in some[:8]:
+    prompts = make_prompts(*[5] * 12)
+    for prompt in prompts[:8]:
         engine.add(prompt, 4)
     sizes = record_prefills(engine)
     engine.step()
-    for prompt in some[8:]:
+    for prompt in prompts[8:]:
         engine.add(prompt, 40)
     run_engine(engine)
     assert sizes == [[4] * 8, [4] * 4]
     for others, steps in ([8], 8 * STEPS_PER_PREFILL), ([], 1):
         engine = make_engine(num_rows=8)
-        for prompt in some[:7]:
+        for prompt in prompts[:7]:
             engine.add(prompt, 40)
         while len(engine.running) < 7:
             engine.step()
-        last, late = engine.running[-1], engine.add(some[7], 2)
+        last, late = engine.running[-1], engine.add(prompts[7], 2)
         for i in others:
-            engine.add(some[i], 2)
+            engine.add(prompts[i], 2)
         while not late.num_drawn:
             engine.step()
         assert last.num_drawn == 1 + steps
 
 
 def test_a_full_pool_has_requests_wait_in_turn():
-    engine, some = make_engine(num_rows=2), make_prompts(*[5] * 7)
-    requests = [engine.add(prompt, 3) for prompt in some]
+    engine, prompts = make_engine(num_rows=2), make_prompts(*[5] * 7)
+    requests = [engine.add(prompt, 3) for prompt in prompts]
     assert [x.done for x in requests] == [False] * 7
     assert [x.unread for x in requests] == [4] * 7
     engine.step()
@@ -172,15 +172,15 @@ def test_a_step_that_raises_loses_no_row_and_no_token(call):
         if calls == call:
             raise RuntimeError("no memory, say")
 
-    some = make_prompts(20, 3, 11, 1)
+    prompts = make_prompts(20, 3, 11, 1)
     ref = [
-        generate_alone(model, x, 5, 1.0, seed=i) for i, x in enumerate(some)
+        generate_alone(model, x, 5, 1.0, seed=i) for i, x in enumerate(prompts)
     ]
     engine, found, raised = make_engine(model), {}, 0
     model.blocks[1].mlp.register_forward_hook(raises)
     requests = [
         engine.add(prompt, 5, temperature=1.0, seed=i)
-        for i, prompt in enumerate(some)
+        for i, prompt in enumerate(prompts)
     ]
     while engine.busy:
         try:
@@ -199,15 +199,16 @@ def test_a_step_that_raises_loses_no_row_and_no_token(call):
 
 def test_logits_that_are_not_finite_end_their_request_alone():
     model = make_served_model(tie_embeddings=False)
-    some = make_prompts(9, 14, 5)
-    bad = int(some[1][3])
-    some = [
-        x if i == 1 else x.where(x != bad, bad - 1) for i, x in enumerate(some)
+    prompts = make_prompts(9, 14, 5)
+    bad = int(prompts[1][3])
+    prompts = [
+        x if i == 1 else x.where(x != bad, bad - 1)
+        for i, x in enumerate(prompts)
     ]
-    ref = [generate_alone(model, x, 6) for x in some]
+    ref = [generate_alone(model, x, 6) for x in prompts]
     model.embedding.weight.data[bad] = torch.nan
     engine = make_engine(model, num_rows=2)
-    requests = [engine.add(x, 6) for x in some]
+    requests = [engine.add(x, 6) for x in prompts]
     run_engine(engine)
     assert requests[1].finish_reason == "not finite"
     assert not requests[1].new_tokens

@@ -91,7 +91,7 @@ def leaves(tensors):
     return {n: x.clone().requires_grad_() for n, x in tensors.items()}
 
 
-def compared(rank, call, spread, tokens, shared):
+def check_against_whole(rank, call, spread, tokens, shared):
     """call(**tensors, cu_seqlens) -> results, the first of them per token.
 
     Values and gradients of all ``tokens`` [B, T, ..] and of what is
@@ -111,9 +111,9 @@ def compared(rank, call, spread, tokens, shared):
         for w, x in zip(weights[1:], others, strict=True):
             loss = loss + (w * x).sum() / len(spread.tokens)
         loss.backward()
-    near(first, spread.own(want[0], rank), "o")
+    assert_close(first, spread.own(want[0], rank), "o")
     for n, (x, y) in enumerate(zip(others, want[1:], strict=True)):
-        near(x, y, f"result {n + 1}")
+        assert_close(x, y, f"result {n + 1}")
     for name, x in own.items():
         expected = whole[name].grad
         # None, of a rank without tokens
@@ -122,10 +122,10 @@ def compared(rank, call, spread, tokens, shared):
             dist.all_reduce(grad)
         else:
             expected = spread.own(expected, rank)
-        near(grad, expected, f"d{name}")
+        assert_close(grad, expected, f"d{name}")
 
 
-def near(found, want, name):
+def assert_close(found, want, name):
     """As near as its dtype is to the largest number, or to 1."""
     finite = want.masked_fill(want.isinf(), 0)
     size = finite.abs().max().item() if want.numel() else 0
@@ -165,28 +165,28 @@ def inputs(name, spread):
     return tokens, shared
 
 
-def member(rank, name, spread, backend="auto"):
+def check_member(rank, name, spread, backend="auto"):
     def call(**tensors):
         return getattr(fw, name)(**tensors, backend=backend)
 
-    compared(rank, call, spread, *inputs(name, spread))
+    check_against_whole(rank, call, spread, *inputs(name, spread))
 
 
-def doubled(rank, case, *arguments):
+def check_by_doubling(rank, case, *arguments):
     """A case whose maps come by doubling."""
     with mock.patch.object(prefix, "MAX_GATHERED", 1):
         case(rank, *arguments)
 
 
-def narrow(rank, name, spread, dtype):
+def check_in_dtype(rank, name, spread, dtype):
     """Tokens in another dtype, states in fp32."""
     tokens, shared = inputs(name, spread)
     tokens = {n: x.to(dtype) for n, x in tokens.items()}
     shared = {n: x.float() for n, x in shared.items()}
-    compared(rank, getattr(fw, name), spread, tokens, shared)
+    check_against_whole(rank, getattr(fw, name), spread, tokens, shared)
 
 
-def compiled(rank, name, spread):
+def check_compiled(rank, name, spread):
     """In one graph, forward and backward."""
     eager = getattr(fw, name)
     graph = torch.compile(eager, fullgraph=True, backend="aot_eager")
@@ -195,20 +195,20 @@ def compiled(rank, name, spread):
         whole = current_ranks() is None
         return (eager if whole else graph)(**tensors)
 
-    compared(rank, call, spread, *inputs(name, spread))
+    check_against_whole(rank, call, spread, *inputs(name, spread))
 
 
-def computed_again(rank, name, spread):
+def check_checkpointed(rank, name, spread):
     """Under activation checkpointing."""
 
     def call(**tensors):
         member = getattr(fw, name)
         return checkpoint(member, **tensors, use_reentrant=False)
 
-    compared(rank, call, spread, *inputs(name, spread))
+    check_against_whole(rank, call, spread, *inputs(name, spread))
 
 
-def own_states(rank, name, spread):
+def check_own_states(rank, name, spread):
     """Not shared: of a pack those of the sequences that end here."""
     tokens, shared = inputs(name, spread)
     offsets = {"cu_seqlens": spread.offsets}
@@ -221,12 +221,14 @@ def own_states(rank, name, spread):
     for n, (a, b) in enumerate(pairwise(spread.cu_seqlens)):
         if a < b:
             here = start < b <= end
-            near(state[n], want[n] if here else 0 * want[n], f"state {n}")
+            assert_close(
+                state[n], want[n] if here else 0 * want[n], f"state {n}"
+            )
     dist.all_reduce(state)
-    near(state, want, "their sum")
+    assert_close(state, want, "their sum")
 
 
-def normalised(rank, spread):
+def check_normalised(rank, spread):
     tokens, _ = inputs("linear_attention", spread)
     shared = {"initial_state": normal(spread.N, HV, K, V + 1).abs()}
 
@@ -235,10 +237,10 @@ def normalised(rank, spread):
             **tensors, feature_map=lambda x: F.elu(x) + 1, normalize=True
         )
 
-    compared(rank, call, spread, tokens, shared)
+    check_against_whole(rank, call, spread, tokens, shared)
 
 
-def mlstm(rank, spread, empty):
+def check_mlstm(rank, spread, empty):
     """With gates that grow and shrink, and -inf among them."""
     tokens, _ = inputs("mamba2", spread)
     B, T = spread.shape
@@ -259,11 +261,11 @@ def mlstm(rank, spread, empty):
         memories.append(after)
         return o, S
 
-    compared(rank, call, spread, tokens, {} if empty else {"S": S})
-    near(memories[1], memories[0], "m")
+    check_against_whole(rank, call, spread, tokens, {} if empty else {"S": S})
+    assert_close(memories[1], memories[0], "m")
 
 
-def selective(rank, spread, softplus):
+def check_selective(rank, spread, softplus):
     torch.manual_seed(0)
     (B, T), D, N = spread.shape, 4, 3
     tokens = {
@@ -284,23 +286,23 @@ def selective(rank, spread, softplus):
     def call(**tensors):
         return fw.selective_scan(**tensors, dt_softplus=softplus)
 
-    compared(rank, call, spread, tokens, shared)
+    check_against_whole(rank, call, spread, tokens, shared)
 
 
-def convolution(rank, spread, W, state):
+def check_convolution(rank, spread, W, state):
     torch.manual_seed(0)
     (B, T), C = spread.shape, 2 * H * K + HV * V
     shared = {"weight": normal(C, W), "bias": normal(C)}
     if state:
         shared["initial_state"] = normal(spread.N, W - 1, C)
     tokens = {"x": normal(B, T, C)}
-    compared(rank, short_convolution, spread, tokens, shared)
+    check_against_whole(rank, short_convolution, spread, tokens, shared)
 
     def heads(**tensors):
         *qkv, state = convolve_heads(**tensors, heads=(H, HV), sizes=(K, V))
         return torch.cat([x.flatten(2) for x in qkv], -1), state
 
-    compared(rank, heads, spread, tokens, shared)
+    check_against_whole(rank, heads, spread, tokens, shared)
 
 
 SPREAD_MODELS = {
@@ -318,7 +320,7 @@ REFUSE = {
 }
 
 
-def layers(rank, spread):
+def check_layers(rank, spread):
     """A model of every layer: losses, and the gradients' mean over ranks."""
     kinds = tuple(kind for kind in KINDS if kind not in REFUSE)
     whole = make_model(kinds).double()
@@ -333,22 +335,24 @@ def layers(rank, spread):
         own.zero_grad()
         with spread.context():
             mine = spread.own(tokens, rank)
-            near(*(next_tokens(mine, cu), spread.own(targets, rank)), "next")
+            assert_close(
+                *(next_tokens(mine, cu), spread.own(targets, rank)), "next"
+            )
             loss = own.loss(mine, cu_seqlens=cu)
             loss.backward()
             found, _ = own(mine, cu_seqlens=cu)
-        near(found, spread.own(logits, rank), "logits")
+        assert_close(found, spread.own(logits, rank), "logits")
         dist.all_reduce(loss.detach())
-        near(loss / 2, want, "loss")
+        assert_close(loss / 2, want, "loss")
         for (name, p), q in zip(
             own.named_parameters(), whole.parameters(), strict=True
         ):
             dist.all_reduce(p.grad)
-            near(p.grad / 2, q.grad, name)
+            assert_close(p.grad / 2, q.grad, name)
 
 
 @torch.no_grad()
-def states(rank, spread, room):
+def check_states(rank, spread, room):
     """Two calls with states: they are all there on both ranks."""
     kinds = tuple(kind for kind in KINDS if kind not in REFUSE)
     whole = make_model(kinds).double()
@@ -361,13 +365,13 @@ def states(rank, spread, room):
         logits, want = whole(tokens, want, cu)
         with spread.context():
             found, own = whole(spread.own(tokens, rank), own, cu)
-        near(found, spread.own(logits, rank), "logits")
+        assert_close(found, spread.own(logits, rank), "logits")
         for kind, state, expected in zip(kinds, own, want, strict=True):
             for name, x in expected.tensors().items():
-                near(state.batch_field(name), x, f"{kind}: {name}")
+                assert_close(state.batch_field(name), x, f"{kind}: {name}")
 
 
-def refused_layers(rank):
+def check_refused_layers(rank):
     """By name."""
     x = torch.randn(1, 8, 32)
     with fw.context_parallel(dist.group.WORLD):
@@ -386,7 +390,7 @@ def refused_layers(rank):
                 whole.blocks[0].layer(x, state)
 
 
-def refused(rank):
+def check_refusals(rank):
     """What is said of what does not fit, on each rank by itself."""
     spread = Spread((7, 7), (0, 3, 14))
     q, k, v = inputs("linear_attention", spread)[0].values()
@@ -414,7 +418,7 @@ def refused(rank):
     assert current_ranks() is None
 
 
-def one_raises(rank):
+def raise_on_one_rank(rank):
     """The others wait for its map."""
     spread = Spread((7, 7), None)
     q, k, v = inputs("linear_attention", spread)[0].values()
@@ -423,13 +427,13 @@ def one_raises(rank):
         fw.linear_attention(q, k, v[:, :, :3] if rank else v)
 
 
-def still_there(rank):
+def rank_in_mesh(rank):
     """And a mesh is as good as its group."""
     with fw.context_parallel(init_device_mesh("cpu", (2,))):
         return current_ranks().rank
 
 
-def trained(rank, settings, path, save, steps):
+def train(rank, settings, path, save, steps):
     """Losses of a run, which goes on from a file, and saves to another."""
     torch.manual_seed(rank)  # of no matter to it
     run = Training(settings, path)
@@ -444,7 +448,9 @@ def trained(rank, settings, path, save, steps):
     return losses, found, said
 
 
-def by_kernels(rank, name, spread, segments, compiled=False, normalize=False):
+def check_kernels(
+    rank, name, spread, segments, compiled=False, normalize=False
+):
     """In fp32 and chunks of 16, cut into segments; beside PyTorch in fp64.
 
     Of half of the heads: the interpreter is slow.
@@ -481,11 +487,11 @@ def by_kernels(rank, name, spread, segments, compiled=False, normalize=False):
 
     settings.lengths_of.cache_clear()
     with mock.patch.object(settings, "segment_chunks", length):
-        compared(rank, call, spread, tokens, shared)
+        check_against_whole(rank, call, spread, tokens, shared)
     settings.lengths_of.cache_clear()
 
 
-def same_bits(rank, name):
+def check_same_bits(rank, name):
     """In segments of two chunks, of which each rank has two."""
     from fastweights.kernels.recurrence import settings
 
