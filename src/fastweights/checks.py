@@ -293,7 +293,7 @@ class Exercise:
         self.function(candidate)
 
     def reason(self, candidate: Any, error: Exception) -> str:
-        """What a reader is told of a failure, after 'not yet: '."""
+        """The message of a failure, after 'not yet: '."""
         if candidate is ... or _is_stub(candidate):
             return "the stub still has its ... in it"
         if type(error) is NotImplementedError and not str(error):
@@ -399,7 +399,7 @@ def forbid_conversion() -> AbstractContextManager[Any]:
 
 
 def by_library(*args: Any, **kwargs: Any) -> None:
-    """What a function does that :func:`forbid` closes."""
+    """Raise in place of a function that :func:`forbid` closes."""
     raise AssertionError("the library did it: write it yourself")
 
 

@@ -21,7 +21,7 @@ from fastweights.ranks.group import current_ranks
 @final
 @dataclass(eq=False)
 class LayerState:
-    """What a layer needs of the past, one row per sequence.
+    """A layer's memory of the past, one row per sequence.
 
     Fields that a layer does not use are None. S and m are fp32 (fp64 in an
     fp64 layer) whatever the layer's dtype is: a state in half precision loses
@@ -85,7 +85,7 @@ class LayerState:
     def as_pool(
         self, rows: Int[Tensor, " B"], read_at_most: int
     ) -> LayerState:
-        """This state's memory as a pool, for calls without gradients.
+        """View this state's memory as a pool, for calls without gradients.
 
         Sequence b of these calls has row rows[b], and the other rows stay as
         they are. No two sequences may have the same row. One whose row is
@@ -109,7 +109,7 @@ class LayerState:
         read_at_most: int,
         all_inside: bool | None = None,
     ) -> LayerState:
-        """The same as :meth:`as_pool`, of rows known to be right."""
+        """View as :meth:`as_pool` does, in rows known to be right."""
         call: Any = self.tensors() | {"rows": rows, "all_inside": all_inside}
         return LayerState(**call, read_at_most=read_at_most)
 
@@ -223,7 +223,7 @@ torch.export.register_dataclass(
 
 
 def first_tokens(state: LayerState, n: int) -> LayerState:
-    """The same memory, of keys and values the first ``n`` tokens."""
+    """Share the memory, of keys and values that of the first ``n`` tokens."""
     if state.keys is None or state.values is None:
         return replace(state)
     keys, values = state.keys[:, :n], state.values[:, :n]
@@ -333,7 +333,7 @@ def token_positions(
     cu_seqlens: Offsets | None,
     start: int = 0,
 ) -> Int[Tensor, "B T"]:
-    """How many tokens of its sequence stand before each token.
+    """The number of tokens of its sequence before each token.
 
     The first of them is token ``start`` of its batch or pack.
     """
@@ -354,7 +354,7 @@ def token_counts(
     state: LayerState | None = None,
     T: int | None = None,
 ) -> Int[Tensor, " N"]:
-    """How many of x's tokens the state of each sequence takes in.
+    """The number of x's tokens that each sequence's state takes in.
 
     In a batch each has T of them, or all of x's if that is None.
     """
