@@ -21,11 +21,11 @@ from fastweights.ops.members import (
     gated_retention,
     gla,
     kda,
-    lightning_decay,
+    lightning_log_decay,
     linear_attention,
     mamba2,
     retention,
-    retnet_decay,
+    retnet_log_decay,
 )
 from fastweights.ops.mlstm import mlstm
 from fastweights.ops.recurrence import linear_recurrence
@@ -47,13 +47,13 @@ __all__ = [
     "gated_retention",
     "gla",
     "kda",
-    "lightning_decay",
+    "lightning_log_decay",
     "linear_attention",
     "linear_recurrence",
     "mamba2",
     "mlstm",
     "patch_transformers",
     "retention",
-    "retnet_decay",
+    "retnet_log_decay",
     "selective_scan",
 ]

@@ -125,7 +125,7 @@ def test_gates_as_models_start(member):
     mild, g = (speed.inputs(member, shape, x)[name] for x in ("mild", "model"))
     assert g.shape == mild.shape and g.max() < 0
     if member == "retention":
-        assert torch.equal(g, fw.retnet_decay(8))
+        assert torch.equal(g, fw.retnet_log_decay(8))
     elif member == "gla":
         assert torch.equal(g, mild)
     else:

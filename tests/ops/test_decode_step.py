@@ -162,8 +162,8 @@ def test_the_table_says_what_each_member_passes(name):
         "exp": torch.exp,
         "logsigmoid": F.logsigmoid,
         "phi": feature_maps.elu1,
-        "retnet_decay": functools.partial(
-            fw.retnet_decay, dtype=torch.float64
+        "retnet_log_decay": functools.partial(
+            fw.retnet_log_decay, dtype=torch.float64
         ),
         "state": state,
         "temperature": extra.get("temperature"),

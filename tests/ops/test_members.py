@@ -126,34 +126,48 @@ def test_retention_takes_retnets_decays_unless_given():
     x = inputs("retention")
     del x["g"]
     expected = [math.log(1 - 2 ** (-5 - h)) for h in range(8)]
-    decay = fw.retnet_decay(8)
-    assert decay.dtype == torch.float32
-    torch.testing.assert_close(decay, torch.tensor(expected))
+    g = fw.retnet_log_decay(8)
+    assert g.dtype == torch.float32
+    torch.testing.assert_close(g, torch.tensor(expected))
     g = torch.tensor(expected[:H], dtype=torch.float64)  # as x is
     want = fw.retention(**x, g=g)
     torch.testing.assert_close(fw.retention(**x), want, rtol=1e-13, atol=0)
     x = {name: t.float() for name, t in x.items()}
-    want = fw.retention(**x, g=fw.retnet_decay(H))
+    want = fw.retention(**x, g=fw.retnet_log_decay(H))
     torch.testing.assert_close(fw.retention(**x), want, rtol=0, atol=0)
 
 
 def test_retention_takes_decays_in_fp32_beside_fp64():
     """A user's g may be narrower than q, as in every member."""
     x = inputs("retention")
-    x["g"] = fw.retnet_decay(H)
+    x["g"] = fw.retnet_log_decay(H)
     want = fw.retention(**(x | {"g": x["g"].double()}))
     torch.testing.assert_close(fw.retention(**x), want, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    "dtype, most",
+    [(torch.float16, 20), (torch.bfloat16, 129), (torch.float32, 145)],
+)
+def test_no_head_of_retnet_keeps_everything(dtype, most):
+    g = fw.retnet_log_decay(most, dtype=dtype)
+    want = [math.log1p(-(2.0 ** (-5 - h))) for h in range(most)]
+    assert (g < 0).all()
+    assert g.equal(torch.tensor(want, dtype=torch.float64).to(dtype))
+    said = f"num_heads: got {most + 1}, need at most {most} in {dtype}, "
+    with pytest.raises(ValueError, match=re.escape(said)):
+        fw.retnet_log_decay(most + 1, dtype=dtype)
+
+
 @pytest.mark.parametrize("heads", [1, 4, 6, 8, 64])
-def test_lightning_decays_are_alibis_slopes_by_layer(heads):
+def test_lightning_log_decays_are_alibis_slopes_by_layer(heads):
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8.0 / power * (h + 1)) for h in range(power)]
     slopes += [
         2.0 ** (-8.0 / (2 * power) * (2 * h + 1)) for h in range(heads - power)
     ]
     for layer, factor in ((0, 1 + 1e-5), (3, 0.5 + 1e-5), (6, 1e-5)):
-        g = fw.lightning_decay(heads, layer, 7)
+        g = fw.lightning_log_decay(heads, layer, 7)
         assert g.dtype == torch.float32
         want = -factor * torch.tensor(slopes)
         torch.testing.assert_close(g, want)
@@ -326,23 +340,23 @@ def of(name, **changes):
 
 
 @refused("""
-lightning_decay(0, 0, 2)
+lightning_log_decay(0, 0, 2)
     ValueError: num_heads: got 0, need an integer >= 1
-lightning_decay(4, 2, 2)
+lightning_log_decay(4, 2, 2)
     ValueError: layer: got 2, need 0 to num_layers - 1 = 1
-lightning_decay(4, -1, 2)
+lightning_log_decay(4, -1, 2)
     ValueError: layer: got -1, need 0 to num_layers - 1 = 1
-lightning_decay(8.0, 0, 2)
+lightning_log_decay(8.0, 0, 2)
     TypeError: num_heads: got float, need an int
-lightning_decay(8, 0.5, 2)
+lightning_log_decay(8, 0.5, 2)
     TypeError: layer: got float, need an int
-lightning_decay(8, 0, "2")
+lightning_log_decay(8, 0, "2")
     TypeError: num_layers: got str, need an int
-retnet_decay(-1)
+retnet_log_decay(-1)
     ValueError: num_heads: got -1, need an integer >= 1
-retnet_decay(0)
+retnet_log_decay(0)
     ValueError: num_heads: got 0, need an integer >= 1
-retnet_decay(2.5)
+retnet_log_decay(2.5)
     TypeError: num_heads: got float, need an int
 gated_retention(**ungated, logits=LOGITS, temperature="1")
     TypeError: temperature: got str, need a real number

@@ -23,7 +23,7 @@ from fastweights.layers.common.state import (
     token_counts,
     token_positions,
 )
-from fastweights.ops.members import lightning_decay, retnet_decay
+from fastweights.ops.members import lightning_log_decay, retnet_log_decay
 from fastweights.ranks.group import token_offset_and_total
 
 
@@ -85,7 +85,7 @@ class MultiScaleRetention(FamilyLayer):
         start, total = token_offset_and_total(T)
         position = token_positions(T, x.device, state, cu_seqlens, start)
         q, k = rotary(q, position, self.theta), rotary(k, position, self.theta)
-        g = retnet_decay(
+        g = retnet_log_decay(
             v.shape[2], device=x.device, dtype=compute_dtype(q.dtype)
         )
         o, S = run_recurrence(q, k, v, g, state=state, cu_seqlens=cu_seqlens)
@@ -103,7 +103,7 @@ class LightningAttention(FamilyLayer):
         y = W_o (norm(o) * sigmoid(W_g x))
 
     with one norm over all heads together, and o by fastweights.retention
-    with :func:`fastweights.lightning_decay` and scale 1: later layers forget
+    with :func:`fastweights.lightning_log_decay` and scale 1: later layers forget
     less.
 
     Public implementations differ. With a number of heads that is no power of
@@ -143,7 +143,7 @@ class LightningAttention(FamilyLayer):
         H, K = num_heads, head_size(head_dim, dim, num_heads)
         self.dim, self.layout = dim, HeadLayout(H, H, K, K)
         self.layer, self.num_layers = layer, num_layers
-        lightning_decay(H, layer, num_layers)  # checks them
+        lightning_log_decay(H, layer, num_layers)  # checks them
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **factory)
         self.gate_proj = nn.Linear(dim, H * K, bias=False, **factory)
@@ -156,7 +156,7 @@ class LightningAttention(FamilyLayer):
         """y, and the state (S) after the last token of each sequence."""
         qkv = F.silu(self.qkv_proj(x))
         q, k, v = split_heads(qkv, self.layout)
-        g = lightning_decay(
+        g = lightning_log_decay(
             v.shape[2],
             self.layer,
             self.num_layers,

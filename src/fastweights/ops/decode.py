@@ -78,13 +78,13 @@ def decode_step(
 
     The table says what continues each member. It takes the scale that the
     member was given, if any. phi is the member's feature map; logits are fp32;
-    retnet_decay is what retention takes without a g, and has
+    retnet_log_decay is what retention takes without a g, and has
     dtype=torch.float64 if q has. g, beta and erase_key go by name, since
     members differ in which of them they have. beta_ is beta[..., None], and g_
     likewise.
 
         linear_attention  phi(q), phi(k), v
-        retention         q, k, v, g=retnet_decay(HV)
+        retention         q, k, v, g=retnet_log_decay(HV)
         gated_retention   q, k, v, g=logsigmoid(logits) / temperature
         mamba2            q, k, v, g=g, scale=1.0
         gla               q, k, v, g=g

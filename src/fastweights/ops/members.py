@@ -184,7 +184,7 @@ def linear_attention(
     return (o / (z + eps)).to(v.dtype), state
 
 
-def retnet_decay(
+def retnet_log_decay(
     num_heads: int,
     *,
     device: torch.device | None = None,
@@ -193,21 +193,30 @@ def retnet_decay(
     """RetNet's fixed log decays, log(1 - 2^(-5-h)) for head h.
 
     Args:
-        num_heads: HV, at least 1.
+        num_heads: HV, at least 1; at most 20 in fp16, 145 in fp32, where
+            later heads' log decays would round to 0.
         device, dtype: of the result.
 
     Returns:
         [HV], all < 0.
 
     Raises:
-        TypeError, ValueError: num_heads is no integer, or below 1.
+        TypeError: num_heads is no integer.
+        ValueError: it is below 1, or some head's log decay rounds to 0.
     """
     check_sizes(num_heads=num_heads)
-    h = torch.arange(num_heads, device=device, dtype=dtype)
-    return torch.log1p(-torch.exp2(-5 - h))
+    numbers = torch.finfo(dtype)
+    most = -4 - round(math.log2(numbers.tiny) + math.log2(numbers.eps))
+    if num_heads > most:
+        raise ValueError(
+            f"num_heads: got {num_heads}, need at most {most} in {dtype}, "
+            f"where the log decays of heads {most} and up are 0"
+        )
+    h = torch.arange(num_heads, device=device, dtype=torch.float64)
+    return torch.log1p(-torch.exp2(-5 - h)).to(dtype)
 
 
-def lightning_decay(
+def lightning_log_decay(
     num_heads: int,
     layer: int,
     num_layers: int,
@@ -244,12 +253,12 @@ def lightning_decay(
         )
 
     def slopes(n: int) -> Tensor:
-        h = torch.arange(1, n + 1, device=device, dtype=dtype)
+        h = torch.arange(1, n + 1, device=device, dtype=torch.float64)
         return torch.exp2(-8 * h / n)
 
     n = 2 ** int(math.log2(num_heads))
     s = torch.cat([slopes(n), slopes(2 * n)[::2][: num_heads - n]])
-    return -s * (1 - layer / max(num_layers - 1, 1) + 1e-5)
+    return -(s * (1 - layer / max(num_layers - 1, 1) + 1e-5)).to(dtype)
 
 
 @member
@@ -262,14 +271,14 @@ def retention(
 ) -> tuple[Values, HeadStates]:
     """S_t = e^g S_{t-1} + k_t v_t^T, one fixed g per head (Sun et al. 2023).
 
-    Without g it takes RetNet's own, :func:`retnet_decay`, in fp64 if q is.
-    Lightning Attention is this with :func:`lightning_decay`.
+    Without g it takes RetNet's own, :func:`retnet_log_decay`, in fp64 if q is.
+    Lightning Attention is this with :func:`lightning_log_decay`.
     """
     if g is None:
         check_dims("[B, T, H, K]", q=q)
         check_dims("[B, T, HV, V]", v=v)
         dtype = compute_dtype(q.dtype)
-        g = retnet_decay(v.shape[2], device=v.device, dtype=dtype)
+        g = retnet_log_decay(v.shape[2], device=v.device, dtype=dtype)
     check_dims("[HV]", g=g)
     return linear_recurrence(q, k, v, g, None, **options)
 

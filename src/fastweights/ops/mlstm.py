@@ -141,11 +141,11 @@ def _local_mlstm(
         state = state.masked_fill(m.isneginf()[..., None, None], 0)
     dtype = compute_dtype(q.dtype)
     # An empty state is not cleared again: kernels are slower where they clear.
-    decay, weight, floor, last = gates_in_units(
-        g, i, m, cu_seqlens, dtype, empty_decay=0.0
+    log_decay, weight, floor, last = gates_in_units(
+        g, i, m, cu_seqlens, dtype, empty_log_decay=0.0
     )
     o, z, state = recurrence_with_normaliser(
-        q, k, weight * v, weight, decay, initial_state=state, **options
+        q, k, weight * v, weight, log_decay, initial_state=state, **options
     )
     return divide_by_normaliser(o, z, floor, eps).to(v.dtype), (state, last)
 
@@ -230,22 +230,22 @@ def gates_in_units(
     cu_seqlens: Tensor | None,
     dtype: torch.dtype,
     *,
-    empty_decay: float,
+    empty_log_decay: float,
 ) -> tuple[PerHead, Tensor, Tensor, Stabilizer]:
     """The gates of a state in units of e^m: log decays and weights.
 
     Then 1 in these units, which is the floor of the normaliser, and the last
-    m. ``empty_decay`` is the log decay of a state that is empty.
+    m. ``empty_log_decay`` is the log decay of a state that is empty.
     """
     g, i = g.double(), i.double()
     before, after, last = stabilizers(g, i, m, cu_seqlens, dtype)
     # Any stabilizer gives the same o: it takes no part in the gradients.
-    decay = g + torch.minimum(before - after, -g).detach()
+    log_decay = g + torch.minimum(before - after, -g).detach()
     empty, emptied = before.isneginf(), after.isneginf()
-    decay = decay.masked_fill(g.isneginf() | emptied, MIN_LOG_DECAY)
-    decay = decay.masked_fill(empty, empty_decay).to(dtype)
+    log_decay = log_decay.masked_fill(g.isneginf() | emptied, MIN_LOG_DECAY)
+    log_decay = log_decay.masked_fill(empty, empty_log_decay).to(dtype)
     weight = (i - after.masked_fill(emptied, 0)).exp()[..., None].to(dtype)
-    return decay, weight, (-after).exp()[..., None].to(dtype), last
+    return log_decay, weight, (-after).exp()[..., None].to(dtype), last
 
 
 def divide_by_normaliser(
@@ -389,10 +389,10 @@ def mlstm_step(
     dtype = compute_dtype(q.dtype)
     first = m if rows is None else m[clamp_rows(rows, m)]
     check_entries_if_enabled("numbers < inf", i=i, **{"state[1]": first})
-    decay, weight, floor, last = gates_in_units(
-        g, i, first, None, dtype, empty_decay=MIN_LOG_DECAY
+    log_decay, weight, floor, last = gates_in_units(
+        g, i, first, None, dtype, empty_log_decay=MIN_LOG_DECAY
     )
-    options = {"g": decay, "scale": scale, "backend": backend}
+    options = {"g": log_decay, "scale": scale, "backend": backend}
     o, z = normalised_step(q, k, weight * v, weight, S, rows, **options)
     write_rows(m, last, rows)
     return divide_by_normaliser(o, z, floor, eps).to(v.dtype)

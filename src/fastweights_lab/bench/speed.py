@@ -164,7 +164,7 @@ def published(shape: Shape, width: str) -> Tensor:
     """
     B, T, _, HV, K, _ = shape[:6]
     if width == "fixed":
-        return fw.retnet_decay(HV).to(DEVICE)
+        return fw.retnet_log_decay(HV).to(DEVICE)
     each = (HV, K) if width == "channel" else (HV,)
     draw = functools.partial(torch.rand, device=DEVICE)
     A = 1 + 15 * draw(HV, *[1] * (len(each) - 1))

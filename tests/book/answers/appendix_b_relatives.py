@@ -185,7 +185,7 @@ def gate_and_weight(model, *given):
             g = torch.log(1 - torch.tensor(2.0, **double) ** (-5 - given[0]))
         else:
             h, H, layer, L, _ = given
-            g = fw.lightning_decay(H, layer, L, dtype=torch.float64)[h]
+            g = fw.lightning_log_decay(H, layer, L, dtype=torch.float64)[h]
         return g.expand(T), torch.ones(T, **double)
     if model == "gated retention":
         decay = given[0].sigmoid() ** 0.0625
@@ -212,7 +212,7 @@ def gate_and_weight(model, *given):
         return math.log(1 - 2.0 ** (-5 - given[0])) * one, one
     if model == "lightning":
         h, H, layer, L, _ = given
-        return fw.lightning_decay(H, layer, L, **double)[h] * one, one
+        return fw.lightning_log_decay(H, layer, L, **double)[h] * one, one
     if model == "gated retention":
         return F.logsigmoid(given[0]) / 16, one
     if model == "mamba2":
