@@ -52,7 +52,7 @@ ONE = {"heads": (1, 1), "sizes": (3, 4)}  # 10 channels
 FUNCTIONS = {
     "channels": (short_convolution, 3, {}),
     "one-head": (flat, 10, {**ONE, "eps": 0.5}),
-    "as-it-is": (flat, 10, {**ONE, "normalize": False}),
+    "as-it-is": (flat, 10, {**ONE, "qk_l2norm": False}),
     "heads": (flat, 18, HEADS),
 }
 

@@ -273,7 +273,7 @@ def test_rotary_turns_by_differences():
 def test_three_convolutions_are_one():
     """As flash-linear-attention has them, one for each of q, k and v."""
     torch.manual_seed(0)
-    one = HeadsConvolution((2, 2), (3, 5), 4, normalize=False)
+    one = HeadsConvolution((2, 2), (3, 5), 4, qk_l2norm=False)
     x = torch.randn(2, 9, 22)
     q, k, v, _ = one(x)
     parts = one.short_convolution.weight.split([6, 6, 10])

@@ -59,12 +59,12 @@ LaCT(8, 2, expansion=0.3)
     ValueError: expansion * head_dim: got 1.2, need an integer >= 1
 Decay(0)
     ValueError: num_heads: got 0, need an integer >= 1
-GatedLinearAttention(8, 2, expand_k=0.6)
-    ValueError: expand_k * dim / num_heads: got 2.4, need an integer >= 1
-GatedLinearAttention(8, 2, expand_v=0.1)
-    ValueError: expand_v * dim / num_heads: got 0.4, need an integer >= 1
-MultiScaleRetention(8, 2, expand_v=0.3)
-    ValueError: expand_v * dim / num_heads: got 1.2, need an integer >= 1
+GatedLinearAttention(8, 2, qk_factor=0.6)
+    ValueError: qk_factor * dim / num_heads: got 2.4, need an integer >= 1
+GatedLinearAttention(8, 2, v_factor=0.1)
+    ValueError: v_factor * dim / num_heads: got 0.4, need an integer >= 1
+MultiScaleRetention(8, 2, v_factor=0.3)
+    ValueError: v_factor * dim / num_heads: got 1.2, need an integer >= 1
 LightningAttention(8, 2, layer=4, num_layers=4)
     ValueError: layer: got 4, need 0 to num_layers - 1 = 3
 Mamba2(8, head_dim=5)

@@ -205,9 +205,9 @@ def test_linears_that_are_quantised(kind):
 
 
 @pytest.mark.parametrize("activation", [True, False])
-@pytest.mark.parametrize("normalize", [True, False])
-def test_a_convolution_that_somebody_watches(normalize, activation):
-    options = {"normalize": normalize, "activation": activation}
+@pytest.mark.parametrize("qk_l2norm", [True, False])
+def test_a_convolution_that_somebody_watches(qk_l2norm, activation):
+    options = {"qk_l2norm": qk_l2norm, "activation": activation}
     m = HeadsConvolution((1, 2), (4, 6), bias=True, **options).double()
     x = torch.randn(2, 9, 20, dtype=torch.float64)
     want = m(x)

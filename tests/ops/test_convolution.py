@@ -77,16 +77,16 @@ def cut(y, heads, sizes, eps):
     return q, k, v.unflatten(-1, (HV, V))
 
 
-def flat_literal(heads, sizes, eps=1e-6, normalize=True, **inputs):
+def flat_literal(heads, sizes, eps=1e-6, qk_l2norm=True, **inputs):
     y, state = literal(**inputs)
-    parts = cut(y, heads, sizes, eps if normalize else None)
+    parts = cut(y, heads, sizes, eps if qk_l2norm else None)
     return torch.cat([t.flatten(2) for t in parts], dim=2), state
 
 
 FUNCTIONS = {
     "channels": (short_convolution, literal, {}),
-    "heads": (flat, flat_literal, {**HEADS, "normalize": True}),
-    "heads-as-they-are": (flat, flat_literal, {**HEADS, "normalize": False}),
+    "heads": (flat, flat_literal, {**HEADS, "qk_l2norm": True}),
+    "heads-as-they-are": (flat, flat_literal, {**HEADS, "qk_l2norm": False}),
 }
 
 
@@ -291,8 +291,8 @@ heads=(0, 9)
 heads=(2, 4)
     ValueError: x: got shape [2, 9, 18], need [B, T, 20], 2 H K + HV V of heads
     and sizes
-normalize=1
-    TypeError: normalize: got 1, need True or False
+qk_l2norm=1
+    TypeError: qk_l2norm: got 1, need True or False
 eps=0.0
     ValueError: eps: got 0.0, need > 0
 eps="1"

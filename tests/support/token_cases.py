@@ -23,7 +23,7 @@ TOKEN_CASES = {
         "rule": "additive",
         "output_gate": False,
     },
-    "recurrence-any-length": {"normalize": False, "activation": False},
+    "recurrence-any-length": {"qk_l2norm": False, "activation": False},
     "softmax": {"num_kv_heads": 1, "output_gate": True},
     "softmax-norm": {"qk_norm": True, "rotary_fraction": 0.5},
     "softmax-olmo": {"qk_norm": True, "head_qk_norm": False, "theta": None},

@@ -207,7 +207,7 @@ def decode(
     *,
     erase_key: Tensor | None = None,
     num_accepted: Tensor | None = None,
-    normalize: bool = False,
+    qk_l2norm: bool = False,
     decay_parameters: tuple[Tensor, Tensor] | None = None,
     lower_bound: float | None = None,
     max_beta: float = 0.0,
@@ -216,7 +216,7 @@ def decode(
     """o in v's dtype; ``state`` is updated in place, contiguous or not.
 
     Arguments are those of :func:`fastweights.decode_step`, checked there.
-    The others are a layer's: ``normalize`` brings q and k to unit length. With
+    The others are a layer's: ``qk_l2norm`` brings q and k to unit length. With
     ``decay_parameters`` (A_log [HV], dt_bias [HV] or [HV K]) g is what
     :class:`fastweights.layers.Decay` with this ``lower_bound`` takes. The
     strength is ``max_beta`` times the sigmoid of beta, unless that is 0.
@@ -240,7 +240,7 @@ def decode(
         V=V,
         GATE_WIDTH=0 if g is None else K if g.dim() == 4 else 1,
         FIXED=g is not None and g.dim() == 1,
-        NORM=normalize,
+        NORM=qk_l2norm,
         LOWER_BOUND=lower_bound,
         MAX_BETA=max_beta,
         STATE_IS_READY=state_is_ready,

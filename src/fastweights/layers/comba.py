@@ -84,7 +84,7 @@ class Comba(FamilyLayer):
         width = 2 * H * K + HV * V
         self.qkv_proj = nn.Linear(dim, width, bias=False, **factory)
         self.convolution = HeadsConvolution(
-            (H, HV), (K, V), conv_size, normalize=False, **factory
+            (H, HV), (K, V), conv_size, qk_l2norm=False, **factory
         )
         self.d = nn.Parameter(torch.empty(H, **factory))
         self.D = nn.Parameter(torch.empty(H, **factory))

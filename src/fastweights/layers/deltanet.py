@@ -94,7 +94,7 @@ class DeltaNet(FamilyLayer):
             (H, H),
             (K, V),
             conv_size,
-            normalize=is_default,
+            qk_l2norm=is_default,
             activation=is_default,
             **factory,
         )

@@ -34,8 +34,8 @@ class GatedLinearAttention(FamilyLayer):
     Args:
         dim: width D of x and y.
         num_heads: heads H.
-        expand_k: width of q and of k over dim.
-        expand_v: width of v over dim.
+        qk_factor: width of q and of k over dim.
+        v_factor: width of v over dim.
         gate_rank: rank of W_2 W_1.
         temperature: by which logsigmoid is divided, > 0.
         conv_size: width of a convolution, 2 to 4; None, as published: there
@@ -48,8 +48,8 @@ class GatedLinearAttention(FamilyLayer):
         dim: int,
         num_heads: int,
         *,
-        expand_k: float = 0.5,
-        expand_v: float = 1.0,
+        qk_factor: float = 0.5,
+        v_factor: float = 1.0,
         gate_rank: int = 16,
         temperature: float = 16.0,
         conv_size: int | None = None,
@@ -59,8 +59,8 @@ class GatedLinearAttention(FamilyLayer):
     ) -> None:
         super().__init__()
         H = num_heads
-        K = scaled_size("expand_k", expand_k, H, dim=dim)
-        V = scaled_size("expand_v", expand_v, H, dim=dim)
+        K = scaled_size("qk_factor", qk_factor, H, dim=dim)
+        V = scaled_size("v_factor", v_factor, H, dim=dim)
         self.dim, self.temperature, self.K = dim, temperature, K
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **factory)
@@ -68,7 +68,7 @@ class GatedLinearAttention(FamilyLayer):
             (H, H),
             (K, V),
             conv_size,
-            normalize=False,
+            qk_l2norm=False,
             activation=conv_size is not None,
             **factory,
         )

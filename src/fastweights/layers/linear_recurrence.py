@@ -56,7 +56,7 @@ class LinearRecurrence(FamilyLayer):
         conv_size: width of the convolution, 2 to 4; None: there is none.
         activation: whether q, k and v have SiLU. Without it keys may point
             anywhere, where SiLU all but keeps them among the positive.
-        normalize: whether q and k are brought to unit length.
+        qk_l2norm: whether q and k are brought to unit length.
         output_gate: whether the output is multiplied by silu(W_g x).
         allow_neg_eigval: beta in (0, 2), not (0, 1) (Grazzi et al. 2025).
         A_range, dt_range: as in :class:`fastweights.layers.Decay`.
@@ -74,7 +74,7 @@ class LinearRecurrence(FamilyLayer):
         expand_v: float = 1.0,
         conv_size: int | None = 4,
         activation: bool = True,
-        normalize: bool = True,
+        qk_l2norm: bool = True,
         output_gate: bool = True,
         allow_neg_eigval: bool = False,
         A_range: tuple[float, float] = (1.0, 16.0),
@@ -95,7 +95,7 @@ class LinearRecurrence(FamilyLayer):
             (H, H),
             (K, V),
             conv_size,
-            normalize=normalize,
+            qk_l2norm=qk_l2norm,
             activation=activation,
             **factory,
         )

@@ -90,7 +90,7 @@ class Mamba2(FamilyLayer):
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.x_proj = nn.Linear(dim, 2 * G * N + inner, bias=False, **factory)
         self.convolution = HeadsConvolution(
-            (G, H), (N, P), conv_size, normalize=False, bias=True, **factory
+            (G, H), (N, P), conv_size, qk_l2norm=False, bias=True, **factory
         )
         self.dt_proj = nn.Linear(dim, H, bias=False, **factory)
         self.decay = StepAndDecay(

@@ -48,7 +48,7 @@ class MultiScaleRetention(FamilyLayer):
     Args:
         dim: width D of x and y.
         num_heads: heads H; head h decays by log(1 - 2^(-5-h)).
-        expand_v: width of v over dim.
+        v_factor: width of v over dim.
         theta: base of the rotary positions.
         norm_eps: of the output norm.
     """
@@ -58,7 +58,7 @@ class MultiScaleRetention(FamilyLayer):
         dim: int,
         num_heads: int,
         *,
-        expand_v: float = 2.0,
+        v_factor: float = 2.0,
         theta: float = 1e4,
         norm_eps: float = 1e-5,
         device: torch.device | None = None,
@@ -66,7 +66,7 @@ class MultiScaleRetention(FamilyLayer):
     ) -> None:
         super().__init__()
         H, K = num_heads, head_size(None, dim, num_heads)
-        V = scaled_size("expand_v", expand_v, H, dim=dim)
+        V = scaled_size("v_factor", v_factor, H, dim=dim)
         check_even("dim / num_heads", K)  # channels turn in pairs
         self.dim, self.theta = dim, theta
         self.layout = HeadLayout(H, H, K, V)

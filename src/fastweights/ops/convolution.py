@@ -117,7 +117,7 @@ def convolve_heads(
     *,
     heads: tuple[int, int],
     sizes: tuple[int, int],
-    normalize: bool = True,
+    qk_l2norm: bool = True,
     eps: float = 1e-6,
     activation: Activation = "silu",
     initial_state: Float[Tensor, "N W-1 C"] | None = None,
@@ -140,7 +140,7 @@ def convolve_heads(
             as many of keys, HV heads of V channels of values.
         heads: H and HV, each >= 1.
         sizes: K and V, each >= 1.
-        normalize: whether each head of q and k is divided by
+        qk_l2norm: whether each head of q and k is divided by
             sqrt(sum of its squares + eps), in the arithmetic's dtype, after
             the activation.
         eps: added to that sum, > 0; 1e-6 is what the published layers have.
@@ -159,10 +159,10 @@ def convolve_heads(
     C = 2 * H * K + HV * V
     if x.shape[2] != C:
         refuse_shape("x", x, f"[B, T, {C}], 2 H K + HV V of heads and sizes")
-    check_flags(normalize=normalize)
+    check_flags(qk_l2norm=qk_l2norm)
     check_numbers("> 0", eps=eps)
     inputs: Any = [None if t is None else t.contiguous() for t in tensors]
-    added = float(eps) if normalize else None
+    added = float(eps) if qk_l2norm else None
     options = ((H, HV, K, V), added, activation == "silu", backend)
     return _convolution(*inputs, *options)
 

@@ -55,7 +55,7 @@ class ConvolvedSoftmax(LinearRecurrence):
             head_dim,
             rule="additive",
             decay=None,
-            normalize=False,
+            qk_l2norm=False,
             device=device,
             dtype=dtype,
         )

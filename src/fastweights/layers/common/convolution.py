@@ -100,7 +100,7 @@ class HeadsConvolution(CheckedModule):
         heads: heads H of q and k, value heads HV.
         sizes: size K of a head of q and of k, size V of a head of v.
         conv_size: width of the convolution, 2 to 4; None: there is none.
-        normalize: whether q and k are brought to unit length.
+        qk_l2norm: whether q and k are brought to unit length.
         activation: whether SiLU follows the convolution, or where there is
             none the projection.
         bias: whether the convolution has one.
@@ -112,7 +112,7 @@ class HeadsConvolution(CheckedModule):
         sizes: tuple[int, int],
         conv_size: int | None = 4,
         *,
-        normalize: bool = True,
+        qk_l2norm: bool = True,
         activation: bool = True,
         bias: bool = False,
         device: torch.device | None = None,
@@ -125,7 +125,7 @@ class HeadsConvolution(CheckedModule):
                 f"heads: got {heads}, need HV a multiple of H, {heads[0]}"
             )
         self.heads, self.sizes = heads, sizes
-        self.normalize, self.activation = normalize, activation
+        self.qk_l2norm, self.activation = qk_l2norm, activation
         (H, HV), (K, V) = heads, sizes
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.short_convolution = None
@@ -160,7 +160,7 @@ class HeadsConvolution(CheckedModule):
                 self.short_convolution.bias,
                 heads=self.heads,
                 sizes=self.sizes,
-                normalize=self.normalize,
+                qk_l2norm=self.qk_l2norm,
                 activation="silu" if self.activation else None,
                 initial_state=past_of(state, x),
                 cu_seqlens=cu_seqlens,
@@ -170,7 +170,7 @@ class HeadsConvolution(CheckedModule):
             x, past = self.short_convolution(x, state, cu_seqlens)
         (H, HV), (K, V) = self.heads, self.sizes
         q, k, v = split_heads(x, HeadLayout(H, HV, K, V))
-        if self.normalize:
+        if self.qk_l2norm:
             q, k = l2norm(q), l2norm(k)
         return q, k, v, past
 

@@ -235,7 +235,7 @@ def fused_layer_step(
         state.rows,
         K**-0.5,
         num_accepted=state.num_accepted,
-        normalize=layer.convolution.normalize,
+        qk_l2norm=layer.convolution.qk_l2norm,
         **gates,
         max_beta=0.0 if b is None else 1.0 + layer.allow_neg_eigval,
         state_is_ready=True,

@@ -95,7 +95,7 @@ def recurrence(
     y = convolve_token(qkv, layer.convolution.short_convolution, state)
     qk, v = y[:, : 2 * H * K], y[:, 2 * H * K :].view(-1, 1, HV, V)
     qk = qk.view(-1, 1, 2 * H, K)
-    q, k = (l2norm(qk) if layer.convolution.normalize else qk).split(H, 2)
+    q, k = (l2norm(qk) if layer.convolution.qk_l2norm else qk).split(H, 2)
     g = None if layer.decay is None or a is None else layer.decay.forward(a)
     beta = None if b is None else write_strength(b, layer.allow_neg_eigval)
     S = state.batch_field("S").to(y.dtype)

@@ -39,7 +39,7 @@ def scaled_size(
 ) -> int:
     """factor * size / num_heads as an integer >= 1; raise if it is none.
 
-    V = scaled_size("expand_v", expand_v, num_heads, dim=dim)
+    V = scaled_size("v_factor", v_factor, num_heads, dim=dim)
     """
     ((base, x),) = size.items()
     per_head = " / num_heads" if num_heads != 1 else ""
