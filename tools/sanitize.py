@@ -105,7 +105,7 @@ def others(dtype: torch.dtype) -> None:
     x += [-torch.rand(1, 50, 2, **kind), torch.rand(1, 50, 2, **kind)]
     x += [1 + torch.rand(2, 20, **kind)]
     x = [t.requires_grad_() for t in x]
-    o, state = mesa(*x, steps=3, cu_seqlens=offsets, backend="triton")
+    o, state = mesa(*x, solver_steps=3, cu_seqlens=offsets, backend="triton")
     torch.autograd.grad(o.float().sum() + state.sum(), x)
     torch.cuda.synchronize()
 

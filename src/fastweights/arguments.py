@@ -14,7 +14,7 @@ import itertools
 import math
 import numbers
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -198,19 +198,29 @@ def check_names(
 ) -> None:
     """Raise TypeError for the first argument that owner takes by no such name.
 
-    ``aliases`` are names of other packages, each with the owner's own.
+    ``aliases`` are other names, each with the owner's own, or with several
+    joined by " or ", of which the owner has one.
     """
     names = list(names)
     for name, x in arguments.items():
         if name in names:
             continue
-        ours = (aliases or {}).get(name, "")
-        if ours and ours.split()[0] in names:
+        if ours := resolve_alias(name, names, aliases or {}):
             raise TypeError(f"{name}: got {_describe(x)}, need it as {ours}")
         raise TypeError(
             f"{name}: got {_describe(x)}, which {owner} does not take, need "
             f"one of {', '.join(names)}"
         )
+
+
+def resolve_alias(
+    name: str, names: Collection[str], aliases: Mapping[str, str]
+) -> str | None:
+    """The alias's name among these, with what is said of it; None: none."""
+    for ours in aliases.get(name, "").split(" or "):
+        if ours.partition(" ")[0] in names:
+            return ours
+    return None
 
 
 def check_tensors(**tensors: Tensor) -> None:

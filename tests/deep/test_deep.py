@@ -291,11 +291,11 @@ def test_gelu_slope_is_its_derivative():
 def test_mesa_keeps_rows_that_are_solved():
     """Far more steps than the equations have unknowns, also in fp32."""
     x = {k: t.float() for k, t in deep_inputs("mesa", T).items()}
-    few, _ = mesa(*x.values(), steps=10)
-    many, _ = mesa(*x.values(), steps=60)
+    few, _ = mesa(*x.values(), solver_steps=10)
+    many, _ = mesa(*x.values(), solver_steps=60)
     assert relative_error(many, few) < 1e-5
     x["q"][:, 3] = 0
-    o, _ = mesa(*x.values(), steps=10)
+    o, _ = mesa(*x.values(), solver_steps=10)
     assert o[:, 3].eq(0).all() and o.isfinite().all()
 
 

@@ -189,6 +189,6 @@ def test_what_others_refuse(call, message):
 def test_a_rate_that_an_exponential_has_no_room_for():
     """softplus^-1(1000) is 1000."""
     for rate in (1e-3, 1.0, 1000.0):
-        base = torch.tensor(LaCT(8, 2, base_lr=rate).base)
-        found = torch.nn.functional.softplus(base).item()
+        bias = torch.tensor(LaCT(8, 2, initial_rate=rate).rate_bias)
+        found = torch.nn.functional.softplus(bias).item()
         assert found == pytest.approx(rate, rel=1e-5)

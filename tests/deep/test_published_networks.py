@@ -111,7 +111,7 @@ def test_lact_layer_of_its_authors():
         chunk_size=4,
         window=5,
         prenorm=True,
-        theta=100.0,
+        rope_theta=100.0,
         **DOUBLE,
     )
     unchanged = ("o_proj.weight", "q_norm.weight", "k_norm.weight")
@@ -169,7 +169,7 @@ def test_mesa_is_ridge_regression_on_the_tokens_so_far():
     q, k, v = torch.randn(3, 1, T, 1, K, **DOUBLE)
     g, beta = -torch.rand(1, T, 1, **DOUBLE), torch.rand(1, T, 1, **DOUBLE)
     ridge = 0.3 + torch.rand(1, K, **DOUBLE)
-    o, _ = deep.mesa(q, k, v, g, beta, ridge, steps=6)
+    o, _ = deep.mesa(q, k, v, g, beta, ridge, solver_steps=6)
     for t in range(T):
         share = beta[0, : t + 1, 0].clone()
         for s in range(t + 1):
@@ -344,7 +344,7 @@ def test_how_layers_start():
     torch.manual_seed(0)
     for make, rate in ((TTTLinear, 1.0), (TTTMLP, 0.1)):
         layer = make(64, 2)
-        assert layer.base_lr == rate and layer.step_offset.eq(0).all()
+        assert layer.max_rate == rate and layer.step_offset.eq(0).all()
         assert layer.rate_proj.bias.eq(0).all()
         for W, b in layer.start:
             assert abs(W.std() - 0.02) < 2e-3 and b.eq(0).all()

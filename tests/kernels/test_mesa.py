@@ -46,7 +46,7 @@ def call(x, backend, cu_seqlens=None, steps=30):
     tokens = [x[name] for name in ("q", "k", "v", "g", "beta", "ridge")]
     state = x.get("initial_state")
     options = {"initial_state": state, "cu_seqlens": cu_seqlens}
-    return mesa(*tokens, steps=steps, backend=backend, **options)
+    return mesa(*tokens, solver_steps=steps, backend=backend, **options)
 
 
 def judge(x, tolerance=None, **options):

@@ -42,18 +42,18 @@ def few(monkeypatch):
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize("activation", ["silu", "sigmoid", None])
+@pytest.mark.parametrize("gate_activation", ["silu", "sigmoid", None])
 @pytest.mark.parametrize("HV, V", [(3, 96), (1, 5)])
-def test_rows_that_fill_no_tile(HV, V, activation, groups):
+def test_rows_that_fill_no_tile(HV, V, gate_activation, groups):
     """37 tokens, of which no program has a whole number of tiles.
 
     An eps of the size of the squares, so that its place shows.
     """
-    gate = activation is not None
+    gate = gate_activation is not None
     x = norm_inputs(
         B=1, T=37, HV=HV, V=V, groups=groups, gate=gate, dtype=torch.float32
     )
-    judge(x, activation=activation, eps=0.5)
+    judge(x, gate_activation=gate_activation, eps=0.5)
 
 
 @pytest.mark.parametrize("V", [128, 4100])
@@ -121,17 +121,17 @@ BUDGETS = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 3e-6}
 @pytest.mark.gpu
 @pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize(
-    "V, activation",
+    "V, gate_activation",
     [(128, "silu"), (256, "sigmoid"), (96, None), (4096, "silu")],
 )
 @pytest.mark.parametrize("dtype", BUDGETS)
 def test_the_kernels_on_a_gpu_give_the_same_bits_twice(
-    dtype, V, activation, groups
+    dtype, V, gate_activation, groups
 ):
     """And twice the same bits."""
     kind = {"dtype": dtype, "single": torch.float32, "device": "cuda"}
-    gate = activation is not None
+    gate = gate_activation is not None
     x = norm_inputs(B=1, T=4097, HV=2, V=V, groups=groups, gate=gate, **kind)
-    first = judge(x, BUDGETS[dtype], activation=activation)
-    again = norm_results(gated_rms_norm, x, activation=activation)
+    first = judge(x, BUDGETS[dtype], gate_activation=gate_activation)
+    again = norm_results(gated_rms_norm, x, gate_activation=gate_activation)
     assert_same(again, first, 0.0)

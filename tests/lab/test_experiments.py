@@ -229,17 +229,19 @@ def test_settings_that_do_not_fit_are_named(wrong, says):
 # Softmax among the recurrences.
 
 
-@pytest.mark.parametrize("theta", [None, 100.0])
-def test_softmax_is_the_sum_over_tokens_in_the_same_surroundings(theta):
+@pytest.mark.parametrize("rope_theta", [None, 100.0])
+def test_softmax_is_the_sum_over_tokens_in_the_same_surroundings(rope_theta):
     torch.manual_seed(0)
-    layer = experiments.ConvolvedSoftmax(6, 2, 4, theta=theta).double()
+    layer = experiments.ConvolvedSoftmax(
+        6, 2, 4, rope_theta=rope_theta
+    ).double()
     x = torch.randn(2, 5, 6, dtype=torch.float64)
     y, after = layer(x)
     q, k, v, _ = layer.convolution(layer.qkv_proj(x))
-    if theta is not None:
+    if rope_theta is not None:
         at = torch.arange(5.0, dtype=torch.float64)[:, None, None]
         turn = torch.polar(
-            torch.ones_like(at), at * theta ** (-torch.arange(2) / 2)
+            torch.ones_like(at), at * rope_theta ** (-torch.arange(2) / 2)
         )
         q, k = (
             torch.view_as_real(turn * torch.complex(*z.chunk(2, -1)))

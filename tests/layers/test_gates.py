@@ -23,6 +23,7 @@ from fastweights.layers import (
     OutputNorm,
     ShortConvolution,
     SoftmaxAttention,
+    TitansMemory,
     parameter_groups,
 )
 from fastweights.layers.common.rotary import rotary
@@ -166,6 +167,13 @@ def test_weight_decay_spares_gates_norms_and_biases(name):
     marked = dict(LAYER_CASES[name]().named_parameters(prefix="0"))
     marked = {k for k, p in marked.items() if hasattr(p, "_no_weight_decay")}
     assert marked == spared
+
+
+def test_weight_decay_spares_the_biases_of_a_deep_memory():
+    layer = TitansMemory(16, 1, depth=11)
+    decayed, _ = parameter_groups(layer, 0.1)
+    b = {id(p) for name, p in layer.start.named_parameters() if name[0] == "b"}
+    assert len(b) == 11 and not b & {id(p) for p in decayed["params"]}
 
 
 def test_a_and_dt_start_no_smaller_than_a_bound():

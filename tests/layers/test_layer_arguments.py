@@ -34,10 +34,11 @@ ShortConvolution(8, 0)
 DeltaNet(8, 2, qk_activation="gelu")
     ValueError: qk_activation: got 'gelu', need one of ('silu', 'relu', 'elu',
     'identity')
-DeltaNet(8, 2, qk_norm=None)
-    ValueError: qk_norm: got None, need one of ('l2', 'sum')
+DeltaNet(8, 2, qk_norm_type=None)
+    ValueError: qk_norm_type: got None, need one of ('l2', 'sum')
 OutputNorm(8, "swish")
-    ValueError: activation: got 'swish', need one of ('silu', 'sigmoid', None)
+    ValueError: gate_activation: got 'swish', need one of
+    ('silu', 'sigmoid', None)
 GatedDeltaNet(8, 2, 4, norm_eps=-1.0)
     ValueError: norm_eps: got -1.0, need >= 0
 GatedDeltaNet(8, 2, 4, A_range=(-0.1, 16.0))
@@ -74,8 +75,8 @@ Mamba2(8, head_dim=4, num_groups=3)
     / head_dim
 Mamba(7, expand=1.5)
     ValueError: expand * dim: got 10.5, need an integer >= 1
-MLSTM(8, 2, cap=0.0)
-    ValueError: cap: got 0.0, need > 0
+MLSTM(8, 2, gate_cap=0.0)
+    ValueError: gate_cap: got 0.0, need > 0
 MLSTM(8, 2, qk_factor=0.3)
     ValueError: qk_factor * dim / num_heads: got 1.2, need an integer >= 1
 SoftmaxAttention(8, 4, num_kv_heads=3)
@@ -91,9 +92,9 @@ HeadsConvolution((2, 3), (4, 4))
 GatedDeltaNet(8, 2, 4, device="nonsense")
     ValueError: device: got 'nonsense', need a device, as "cpu" or "cuda"
 OutputNorm(4, None)(zeros(1, 2, 1, 4), zeros(1, 2, 4))
-    ValueError: activation: got None, need the gate's
+    ValueError: gate_activation: got None, need the gate's
 OutputNorm(4, None, center=True)(zeros(1, 2, 1, 4), zeros(1, 2, 4))
-    ValueError: activation: got None, need the gate's
+    ValueError: gate_activation: got None, need the gate's
 parameter_groups(DeltaNet(8, 2), -1.0)
     ValueError: weight_decay: got -1.0, need >= 0
 DeltaNet(8, 2).state_bytes(0)
@@ -119,11 +120,17 @@ GatedDeltaNet(hidden_size=8, num_heads=2)
 DeltaNet(8, 2, use_short_conv=False)
     TypeError: use_short_conv: got False, need it as conv_size (None: no
     convolution)
+MultiScaleRetention(8, 2, expand_v=1.0)
+    TypeError: expand_v: got 1.0, need it as v_factor
+TTTLinear(8, 2, base_lr=1.0)
+    TypeError: base_lr: got 1.0, need it as max_rate
+LaCT(8, 2, base_lr=1.0)
+    TypeError: base_lr: got 1.0, need it as initial_rate
 Mamba(8, d_state=4)
     TypeError: d_state: got 4, need it as state_size
 DeltaNet(8, 2, layer_idx=0)
     TypeError: layer_idx: got 0, which DeltaNet does not take, need one of dim,
-    num_heads, head_dim, expand_v, conv_size, qk_activation, qk_norm,
+    num_heads, head_dim, expand_v, conv_size, qk_activation,
 Decay(2, lower_bound="-5")
     TypeError: lower_bound: got str, need a real number
 Decay(2, A_range=3.0)

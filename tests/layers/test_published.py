@@ -443,7 +443,7 @@ def qwen3_next_attention(w):
         4,
         num_kv_heads=2,
         head_dim=8,
-        theta=100.0,
+        rope_theta=100.0,
         rotary_fraction=0.25,
         qk_norm=True,
         output_gate=True,

@@ -371,9 +371,9 @@ def test_a_tensor_too_few_or_too_many(tmp_path):
             "qwen3_5",
             {
                 "options": OURS["qwen3_5"]["options"]
-                | {"softmax": NORMED | {"theta": None}}
+                | {"softmax": NORMED | {"rope_theta": None}}
             },
-            "qwen3_5_text (options: got theta = None for softmax, need 10000",
+            "qwen3_5_text (options: got rope_theta = None for softmax, need 1",
         ),
     ],
 )

@@ -11,7 +11,7 @@ from fastweights.layers import OutputNorm
 from fastweights.ops.output_norm import gated_rms_norm
 
 
-def literal(o, weight, gate=None, activation="silu", eps=1e-5):
+def literal(o, weight, gate=None, gate_activation="silu", eps=1e-5):
     """The formula, one head of one token at a time."""
     B, T, HV, V = o.shape
     rows = []
@@ -24,30 +24,32 @@ def literal(o, weight, gate=None, activation="silu", eps=1e-5):
                 if gate is not None:
                     a = gate[b, t, h * V : (h + 1) * V]
                     y = y / (1 + torch.exp(-a))
-                    if activation == "silu":
+                    if gate_activation == "silu":
                         y = y * a
                 rows.append(y)
     return torch.cat(rows).view(B, T, HV * V)
 
 
 @pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize("activation", ["silu", "sigmoid", None])
-def test_it_is_the_formula(activation, groups):
+@pytest.mark.parametrize("gate_activation", ["silu", "sigmoid", None])
+def test_it_is_the_formula(gate_activation, groups):
     """An eps of the size of the squares, so that its place shows."""
-    x = norm_inputs(groups=groups, gate=activation is not None)
-    options = {"activation": activation, "eps": 0.5}
+    x = norm_inputs(groups=groups, gate=gate_activation is not None)
+    options = {"gate_activation": gate_activation, "eps": 0.5}
     found = norm_results(gated_rms_norm, x, **options)
     assert_same(found, norm_results(literal, x, **options), 1e-14)
 
 
 @pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
-def test_gradcheck(activation, groups):
+@pytest.mark.parametrize("gate_activation", ["silu", "sigmoid"])
+def test_gradcheck(gate_activation, groups):
     x = norm_inputs(B=1, T=2, groups=groups)
     inputs = [t.detach().requires_grad_() for t in x.values()]
 
     def function(*inputs):
-        return gated_rms_norm(*inputs, activation=activation, eps=0.1)
+        return gated_rms_norm(
+            *inputs, gate_activation=gate_activation, eps=0.1
+        )
 
     assert torch.autograd.gradcheck(function, inputs)
     assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
@@ -68,13 +70,13 @@ def test_half_precision_is_rounded_once(autocast):
     assert_same({"dw": found["dweight"]}, {"dw": ref["dweight"]}, 1e-6)
 
 
-@pytest.mark.parametrize("activation", ["silu", "sigmoid", None])
-def test_the_layer_calls_it(activation):
+@pytest.mark.parametrize("gate_activation", ["silu", "sigmoid", None])
+def test_the_layer_calls_it(gate_activation):
     """With a weight per group, which Mamba-2 puts in the other's place."""
-    x = norm_inputs(groups=True, gate=activation is not None)
-    norm = OutputNorm(4, activation, eps=0.5)
+    x = norm_inputs(groups=True, gate=gate_activation is not None)
+    norm = OutputNorm(4, gate_activation, eps=0.5)
     norm.weight = torch.nn.Parameter(x.pop("weight"))
-    ref = literal(x["o"], norm.weight, x.get("gate"), activation, 0.5)
+    ref = literal(x["o"], norm.weight, x.get("gate"), gate_activation, 0.5)
     torch.testing.assert_close(norm(**x), ref)
 
 
@@ -108,10 +110,11 @@ gate=X["gate"][:, 1:]
     ValueError: gate: got shape [2, 4, 12], need [2, 5, 12]
 gate=X["gate"].to("meta")
     ValueError: gate: got device meta, need o's, cpu
-activation="relu"
-    ValueError: activation: got 'relu', need one of ('silu', 'sigmoid', None)
-activation=None
-    ValueError: activation: got None, need the gate's
+gate_activation="relu"
+    ValueError: gate_activation: got 'relu', need one of
+    ('silu', 'sigmoid', None)
+gate_activation=None
+    ValueError: gate_activation: got None, need the gate's
 eps=-1.0
     ValueError: eps: got -1.0, need >= 0
 backend="loop"

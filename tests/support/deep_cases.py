@@ -216,7 +216,7 @@ def mesa() -> Case:
 
     def chunked(x, **options):
         tokens = (x[name] for name in names)
-        return deep.mesa(*tokens, x["ridge"], steps=12, **options)
+        return deep.mesa(*tokens, x["ridge"], solver_steps=12, **options)
 
     def learner(x):
         step = online_learner(linear_model, squared_error, newton)

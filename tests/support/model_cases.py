@@ -25,7 +25,7 @@ def make_config(pattern=HYBRID, **changes):
         "options": {
             "mamba2": {"state_size": 16},
             "lact": {"chunk_size": 8},
-            "mesanet": {"steps": 16},
+            "mesanet": {"solver_steps": 16},
         },
     }
     return ModelConfig(pattern=pattern, **fields | changes)

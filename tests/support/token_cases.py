@@ -26,7 +26,11 @@ TOKEN_CASES = {
     "recurrence-any-length": {"qk_l2norm": False, "activation": False},
     "softmax": {"num_kv_heads": 1, "output_gate": True},
     "softmax-norm": {"qk_norm": True, "rotary_fraction": 0.5},
-    "softmax-olmo": {"qk_norm": True, "head_qk_norm": False, "theta": None},
+    "softmax-olmo": {
+        "qk_norm": True,
+        "head_qk_norm": False,
+        "rope_theta": None,
+    },
 }
 
 

@@ -43,7 +43,7 @@ def mesa(
     beta: Float[Tensor, "B T H"],
     ridge: Float[Tensor, "H K"],
     *,
-    steps: int = 30,
+    solver_steps: int = 30,
     initial_state: Float[Tensor, "N H K K+V"] | None = None,
     cu_seqlens: Int[Tensor, " N+1"] | None = None,
     backend: KernelOrTorch = "auto",
@@ -67,8 +67,8 @@ def mesa(
             the kernel's products.
         g, beta: log decay and weight of each token, per head.
         ridge: > 0, per head and key channel.
-        steps: of conjugate gradients. Rounding apart K are enough, and far
-            fewer where ridge is not small beside H.
+        solver_steps: of conjugate gradients. Rounding apart K are enough, and
+            far fewer where ridge is not small beside H.
         initial_state: [H | G], in fp32.
         cu_seqlens: where packed sequences begin and end; B is 1 then. Tokens
             after the last one have outputs and gradients of 0.
@@ -86,7 +86,7 @@ def mesa(
     """
     refuse_ranks("mesa")
     check_network_inputs(q, k, v, {"g": g, "beta": beta})
-    check_sizes(steps=steps)
+    check_sizes(solver_steps=solver_steps)
     check_packed(q, cu_seqlens)
     check_tensors(ridge=ridge)
     check_dtypes({"q": q, "ridge": ridge}, {"q": DTYPES, "ridge": DTYPES})
@@ -98,7 +98,9 @@ def mesa(
         got = ridge[wrong][0].item()
         raise ValueError(f"ridge: got {got}, need finite numbers > 0")
     check_state(q, initial_state, N, H, K, K + V, after=None)
-    solver = Solver(steps, backend, kernel_takes(backend, q), dtype != full)
+    solver = Solver(
+        solver_steps, backend, kernel_takes(backend, q), dtype != full
+    )
     # Products are in q's dtype beside the kernel, else in fp32.
     products = dtype if solver.by_kernel else full
     if cu_seqlens is not None:

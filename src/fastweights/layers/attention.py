@@ -49,7 +49,7 @@ class SoftmaxAttention(Layer):
     attention, which this is not.
 
     Differs from the published one in: rotary positions, which turn q and k
-    unless ``theta=None`` (Vaswani et al. 2017 add positions to the
+    unless ``rope_theta=None`` (Vaswani et al. 2017 add positions to the
     embeddings); no biases; no dropout.
 
     Weights of Qwen3-Next: the rows of its q_proj are q and the gate of the
@@ -63,7 +63,7 @@ class SoftmaxAttention(Layer):
         head_dim: size K of a head; dim / num_heads if None.
         num_kv_heads: heads of k and v, a divisor of H; H if None.
             Consecutive heads of q share one of k and v.
-        theta: base of the rotary positions; None: there are none.
+        rope_theta: base of the rotary positions; None: there are none.
         rotary_fraction: share of a head's channels that turn, the first.
         qk_norm: whether q and k are normed, by RMSNorm.
         head_qk_norm: whether per head; else over all heads' channels
@@ -81,7 +81,7 @@ class SoftmaxAttention(Layer):
         head_dim: int | None = None,
         *,
         num_kv_heads: int | None = None,
-        theta: float | None = 1e4,
+        rope_theta: float | None = 1e4,
         rotary_fraction: float = 1.0,
         qk_norm: bool = False,
         head_qk_norm: bool = True,
@@ -102,7 +102,7 @@ class SoftmaxAttention(Layer):
                 f"rotary_fraction: got {rotary_fraction}, need at most 1"
             )
         self.dim, self.K = dim, K
-        self.theta, self.rotary_fraction = theta, rotary_fraction
+        self.rope_theta, self.rotary_fraction = rope_theta, rotary_fraction
         self.widths = (H * K, HK * K, HK * K)
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, sum(self.widths), bias=False, **factory)
@@ -173,11 +173,11 @@ class SoftmaxAttention(Layer):
             q = self.q_norm(q.unflatten(-1, (-1, self.q_norm.size)))
             k = self.k_norm(k.unflatten(-1, (-1, self.k_norm.size)))
             qk = torch.cat([q, k], -1).unflatten(-1, (-1, self.K))
-        if self.theta is not None:
+        if self.rope_theta is not None:
             T, device = qkv.shape[1], qkv.device
             start, _ = token_offset_and_total(T)
             position = token_positions(T, device, state, cu_seqlens, start)
-            qk = rotary(qk, position, self.theta, self.rotary_fraction)
+            qk = rotary(qk, position, self.rope_theta, self.rotary_fraction)
         q, k = qk.split([H, HK], 2)
         o, after = attend_with_state(q, k, v, state, cu_seqlens)
         return o.flatten(2), after

@@ -39,7 +39,7 @@ class DeltaNet(FamilyLayer):
 
     The original (arXiv 2102.11174, eq. 24) has no convolution, and takes
     elu(x) + 1 for SiLU, with queries and keys that sum to one:
-    ``conv_size=None, qk_activation="elu", qk_norm="sum"`` (there v has no
+    ``conv_size=None, qk_activation="elu", qk_norm_type="sum"`` (there v has no
     activation; here and in flash-linear-attention it has SiLU). As in
     flash-linear-attention the output has no gate by default.
 
@@ -57,8 +57,8 @@ class DeltaNet(FamilyLayer):
         conv_size: width of the convolution, 2 to 4; None: there is none.
         qk_activation: of q and k, after the convolution: "silu", "relu",
             "elu" (plus 1) or "identity".
-        qk_norm: "l2": q and k are divided by their length; "sum": by the sum
-            of their channels, which has to stay away from 0.
+        qk_norm_type: "l2": q and k are divided by their length; "sum": by the
+            sum of their channels, which has to stay away from 0.
         allow_neg_eigval: beta in (0, 2), not (0, 1) (Grazzi et al. 2025).
         output_gate: whether the output is multiplied by silu(W_g x).
         norm_eps: of the output norm.
@@ -73,7 +73,7 @@ class DeltaNet(FamilyLayer):
         expand_v: float = 1.0,
         conv_size: int | None = 4,
         qk_activation: Literal["silu", "relu", "elu", "identity"] = "silu",
-        qk_norm: Literal["l2", "sum"] = "l2",
+        qk_norm_type: Literal["l2", "sum"] = "l2",
         allow_neg_eigval: bool = False,
         output_gate: bool = False,
         norm_eps: float = 1e-5,
@@ -82,12 +82,12 @@ class DeltaNet(FamilyLayer):
     ) -> None:
         super().__init__()
         check_one_of(tuple(FEATURES), qk_activation=qk_activation)
-        check_one_of(("l2", "sum"), qk_norm=qk_norm)
+        check_one_of(("l2", "sum"), qk_norm_type=qk_norm_type)
         H, K = num_heads, head_size(head_dim, dim, num_heads)
         V = scaled_size("expand_v", expand_v, head_dim=K)
         self.dim, self.allow_neg_eigval = dim, allow_neg_eigval
-        self.qk_activation, self.qk_norm = qk_activation, qk_norm
-        is_default = (qk_activation, qk_norm) == ("silu", "l2")
+        self.qk_activation, self.qk_norm_type = qk_activation, qk_norm_type
+        is_default = (qk_activation, qk_norm_type) == ("silu", "l2")
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **factory)
         self.convolution = HeadsConvolution(
@@ -125,6 +125,6 @@ class DeltaNet(FamilyLayer):
     def features(self, x: Heads) -> Heads:
         """Activation and norm of q or k, where they are not the usual ones."""
         y = FEATURES[self.qk_activation](x)
-        if self.qk_norm == "l2":
+        if self.qk_norm_type == "l2":
             return l2norm(y)
         return (y / y.sum(-1, keepdim=True)).to(x.dtype)

@@ -35,7 +35,7 @@ class LaCT(Layer):
         a = attention of q, k, v in a window, with rotary positions
         q', k', v' = silu(q s_q + o_q), silu(k s_k + o_k), silu(v),
             q' and k' of unit length per head, with rotary positions
-        rates = softplus(W_r x + b_r + softplus^-1(base_lr)), per matrix
+        rates = softplus(W_r x + b_r + softplus^-1(initial_rate)), per matrix
         o by fastweights.deep.lact
         y = W_o (a + norm(o) * silu(W_s x + b_s))
 
@@ -66,8 +66,8 @@ class LaCT(Layer):
         momentum: whether they are added up over chunks.
         prenorm: whether weights are normed where they are used, and not
             where they are kept; the authors' ttt_prenorm.
-        base_lr: where the rates start.
-        theta: base of the rotary positions.
+        initial_rate: where the rates start.
+        rope_theta: base of the rotary positions.
         norm_eps: of the norms.
     """
 
@@ -85,8 +85,8 @@ class LaCT(Layer):
         muon: bool = True,
         momentum: bool = True,
         prenorm: bool = False,
-        base_lr: float = 1e-3,
-        theta: float = 5e5,
+        initial_rate: float = 1e-3,
+        rope_theta: float = 5e5,
         norm_eps: float = 1e-5,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -103,10 +103,10 @@ class LaCT(Layer):
         check_even("dim / num_attention_heads", dim // near)
         self.num_attention_heads = near
         hidden = scaled_size("expansion", expansion, head_dim=K)
-        self.dim, self.num_heads, self.theta = dim, H, theta
+        self.dim, self.num_heads, self.rope_theta = dim, H, rope_theta
         self.chunk_size, self.window, self.muon = chunk_size, window, muon
         self.prenorm = prenorm
-        self.base = base_lr + math.log(-math.expm1(-base_lr))
+        self.rate_bias = initial_rate + math.log(-math.expm1(-initial_rate))
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, 3 * dim, bias=False, **factory)
         self.q_norm = nn.RMSNorm(dim, eps=norm_eps, **factory)
@@ -147,7 +147,7 @@ class LaCT(Layer):
         by_head = (self.num_attention_heads, -1)
 
         def rotated(t: Tensor) -> Tensor:
-            return rotary(t.unflatten(-1, by_head), position, self.theta)
+            return rotary(t.unflatten(-1, by_head), position, self.rope_theta)
 
         o_window, past = window_attention(
             unpacked.spread(rotated(q)),
@@ -167,7 +167,7 @@ class LaCT(Layer):
             .unflatten(-1, split)
             for i, t in enumerate((q, k))
         )
-        rates = F.softplus(upcast(self.rates_proj(x)) + self.base)
+        rates = F.softplus(upcast(self.rates_proj(x)) + self.rate_bias)
         momentum = None
         if self.momentum_proj is not None:
             momentum = unpacked.spread(upcast(self.momentum_proj(x)).sigmoid())

@@ -43,7 +43,7 @@ class MesaNet(Layer):
         head_dim: their size K, that of v too; dim / num_heads if None.
         conv_size: width of the convolution of q and k, 2 to 4.
         min_ridge: lower bound of the ridge, > 0; it starts at 0.75 more.
-        steps: of conjugate gradients.
+        solver_steps: of conjugate gradients.
         norm_eps: of the output norm.
     """
 
@@ -55,14 +55,14 @@ class MesaNet(Layer):
         *,
         conv_size: int = 4,
         min_ridge: float = 0.25,
-        steps: int = 30,
+        solver_steps: int = 30,
         norm_eps: float = 1e-5,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         H, K = num_heads, head_size(head_dim, dim, num_heads)
-        self.dim, self.num_heads, self.steps = dim, H, steps
+        self.dim, self.num_heads, self.solver_steps = dim, H, solver_steps
         self.min_ridge = min_ridge
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **factory)
@@ -98,7 +98,7 @@ class MesaNet(Layer):
             F.logsigmoid(a),
             b.sigmoid(),
             ridge.unflatten(0, (H, -1)),
-            steps=self.steps,
+            solver_steps=self.solver_steps,
             initial_state=state and state.batch_field("S"),
             cu_seqlens=cu_seqlens,
         )

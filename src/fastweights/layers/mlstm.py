@@ -43,7 +43,7 @@ class MLSTM(Layer):
         num_heads: heads H.
         qk_factor: width of q and of k over dim.
         v_factor: width of v over dim.
-        cap: bound of the gates' pre-activations, > 0.
+        gate_cap: bound of the gates' pre-activations, > 0.
         norm_eps: of the output norm.
     """
 
@@ -54,7 +54,7 @@ class MLSTM(Layer):
         *,
         qk_factor: float = 0.5,
         v_factor: float = 1.0,
-        cap: float = 15.0,
+        gate_cap: float = 15.0,
         norm_eps: float = 1e-6,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -63,7 +63,7 @@ class MLSTM(Layer):
         H = num_heads
         K = scaled_size("qk_factor", qk_factor, H, dim=dim)
         V = scaled_size("v_factor", v_factor, H, dim=dim)
-        self.dim, self.cap = dim, cap
+        self.dim, self.gate_cap = dim, gate_cap
         self.layout = HeadLayout(H, H, K, V)
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **factory)
@@ -89,7 +89,7 @@ class MLSTM(Layer):
         """y, and the state (S, m) after the last token of each sequence."""
         q, k, v = split_heads(self.qkv_proj(x), self.layout)
         a = upcast(self.gates(x))
-        i, f = (self.cap * torch.tanh(a / self.cap)).chunk(2, -1)
+        i, f = (self.gate_cap * torch.tanh(a / self.gate_cap)).chunk(2, -1)
         g = F.logsigmoid(f)
         if stepped := state_if_step(state, x, cu_seqlens):
             S, m = stepped.tensor("S"), stepped.tensor("m")

@@ -49,7 +49,7 @@ class MultiScaleRetention(FamilyLayer):
         dim: width D of x and y.
         num_heads: heads H; head h decays by log(1 - 2^(-5-h)).
         v_factor: width of v over dim.
-        theta: base of the rotary positions.
+        rope_theta: base of the rotary positions.
         norm_eps: of the output norm.
     """
 
@@ -59,7 +59,7 @@ class MultiScaleRetention(FamilyLayer):
         num_heads: int,
         *,
         v_factor: float = 2.0,
-        theta: float = 1e4,
+        rope_theta: float = 1e4,
         norm_eps: float = 1e-5,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -68,7 +68,7 @@ class MultiScaleRetention(FamilyLayer):
         H, K = num_heads, head_size(None, dim, num_heads)
         V = scaled_size("v_factor", v_factor, H, dim=dim)
         check_even("dim / num_heads", K)  # channels turn in pairs
-        self.dim, self.theta = dim, theta
+        self.dim, self.rope_theta = dim, rope_theta
         self.layout = HeadLayout(H, H, K, V)
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, H * (2 * K + V), bias=False, **factory)
@@ -84,7 +84,10 @@ class MultiScaleRetention(FamilyLayer):
         T = x.shape[1]
         start, total = token_offset_and_total(T)
         position = token_positions(T, x.device, state, cu_seqlens, start)
-        q, k = rotary(q, position, self.theta), rotary(k, position, self.theta)
+        q, k = (
+            rotary(q, position, self.rope_theta),
+            rotary(k, position, self.rope_theta),
+        )
         g = retnet_log_decay(
             v.shape[2], device=x.device, dtype=compute_dtype(q.dtype)
         )
@@ -103,8 +106,8 @@ class LightningAttention(FamilyLayer):
         y = W_o (norm(o) * sigmoid(W_g x))
 
     with one norm over all heads together, and o by fastweights.retention
-    with :func:`fastweights.lightning_log_decay` and scale 1: later layers forget
-    less.
+    with :func:`fastweights.lightning_log_decay` and scale 1: later layers
+    forget less.
 
     Public implementations differ. With a number of heads that is no power of
     two, MiniMax's own code takes ALiBi's slopes, as here, and transformers

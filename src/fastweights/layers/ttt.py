@@ -24,7 +24,7 @@ class TTTLinear(Layer):
     """Weights trained on v - k from k, by mini-batches (arXiv 2407.04620).
 
         q, k, v = W_qkv x, q and k turned by their place in the mini-batch
-        rate = base_lr sigmoid(W_rate x + b) / head_dim, per head
+        rate = max_rate sigmoid(W_rate x + b) / head_dim, per head
         y = W_o norm(o), o by fastweights.deep.ttt
 
     with an affine model per head and a LayerNorm behind it, whose first
@@ -47,16 +47,16 @@ class TTTLinear(Layer):
         num_heads: heads H.
         head_dim: their size, even; dim / num_heads if None.
         mini_batch: tokens whose gradients are taken at the same weights.
-        base_lr: bound of the learning rate times head_dim; None: 1 for
+        max_rate: bound of the learning rate times head_dim; None: 1 for
             TTT-Linear, 0.1 for TTT-MLP, which the authors start at 0.01.
-        theta: base of the rotary positions.
+        rope_theta: base of the rotary positions.
         norm_eps: of the LayerNorm before W_o.
     """
 
-    hidden: int | None = None
+    expansion: int | None = None
     """Width of the model's hidden layer over head_dim; None: there is none."""
 
-    default_lr = 1.0
+    default_max_rate = 1.0
 
     reads_packs_as_rows = True
 
@@ -67,23 +67,29 @@ class TTTLinear(Layer):
         head_dim: int | None = None,
         *,
         mini_batch: int = 16,
-        base_lr: float | None = None,
-        theta: float = 1e4,
+        max_rate: float | None = None,
+        rope_theta: float = 1e4,
         norm_eps: float = 1e-6,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        base_lr = self.default_lr if base_lr is None else base_lr
+        max_rate = self.default_max_rate if max_rate is None else max_rate
         H, K = num_heads, head_size(head_dim, dim, num_heads)
         check_even("head_dim", K)
         self.dim, self.layout = dim, HeadLayout(H, H, K, K)
-        self.mini_batch, self.base_lr, self.theta = mini_batch, base_lr, theta
+        self.mini_batch, self.max_rate, self.rope_theta = (
+            mini_batch,
+            max_rate,
+            rope_theta,
+        )
         factory: FactoryOptions = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(dim, 3 * H * K, bias=False, **factory)
         self.rate_proj = nn.Linear(dim, H, **factory)
         self.step_offset = nn.Parameter(torch.empty(mini_batch, **factory))
-        widths = [K, K] if self.hidden is None else [K, self.hidden * K, K]
+        widths = (
+            [K, K] if self.expansion is None else [K, self.expansion * K, K]
+        )
         self.depth = len(widths) - 1
         for i in range(self.depth):
             W = torch.empty(H, widths[i], widths[i + 1], **factory)
@@ -127,8 +133,12 @@ class TTTLinear(Layer):
         q, k, v = split_heads(self.qkv_proj(x), self.layout)
         position = token_positions(x.shape[1], x.device, state, cu_seqlens)
         position = position % self.mini_batch
-        q, k = (rotary_neighbours(t, position, self.theta) for t in (q, k))
-        rate = upcast(self.rate_proj(x)).sigmoid() * self.base_lr / q.shape[-1]
+        q, k = (
+            rotary_neighbours(t, position, self.rope_theta) for t in (q, k)
+        )
+        rate = (
+            upcast(self.rate_proj(x)).sigmoid() * self.max_rate / q.shape[-1]
+        )
         unpacked = UnpackedRows(x, state, cu_seqlens)
         offset = upcast(self.step_offset)
         numbers = torch.ones_like(offset).cumsum(0)
@@ -159,12 +169,12 @@ class TTTMLP(TTTLinear):
     first step, which the authors reach from 0.01.
 
     Args:
-        dim, num_heads, head_dim, mini_batch, base_lr, theta, norm_eps: as in
-            :class:`TTTLinear`.
+        dim, num_heads, head_dim, mini_batch, max_rate, rope_theta, norm_eps:
+            as in :class:`TTTLinear`.
     """
 
-    hidden = 4
-    default_lr = 0.1
+    expansion = 4
+    default_max_rate = 0.1
 
 
 def rotary_neighbours(

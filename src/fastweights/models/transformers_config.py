@@ -109,7 +109,7 @@ def config_from_transformers(config: Any) -> ModelConfig:
     options["gated_deltanet"]["expand_v"] = V / config.linear_key_head_dim
     H, theta = config.num_attention_heads, rope.get("rope_theta")
     K = getattr(config, "head_dim", None) or config.hidden_size // H
-    options["softmax"] |= {"head_dim": K, "theta": theta}
+    options["softmax"] |= {"head_dim": K, "rope_theta": theta}
     if name == "olmo_hybrid":
         below = config.linear_allow_neg_eigval
         options["gated_deltanet"]["allow_neg_eigval"] = below
@@ -146,7 +146,7 @@ def fields_for_transformers(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     for ours, names in OPTIONS.items():
         fields |= {theirs: options[ours][key] for key, theirs in names.items()}
     delta, softmax = options["gated_deltanet"], options["softmax"]
-    rope = {"rope_type": "default", "rope_theta": softmax["theta"]}
+    rope = {"rope_type": "default", "rope_theta": softmax["rope_theta"]}
     if fits == ["olmo_hybrid"]:
         fields["linear_allow_neg_eigval"] = delta["allow_neg_eigval"]
     else:
@@ -192,7 +192,7 @@ def unsupported(config: ModelConfig, name: str) -> Iterator[str]:
         if layer_type == "gated_deltanet":
             needs["conv_size"] = got["conv_size"] or 4
         elif not olmo:
-            needs["theta"] = got["theta"] or 1e4
+            needs["rope_theta"] = got["rope_theta"] or 1e4
         for key, need in needs.items():
             if got[key] != need:
                 yield (

@@ -43,7 +43,7 @@ def gated_rms_norm(
     weight: Float[Tensor, "*HV V"],
     gate: Float[Tensor, "B T HV*V"] | None = None,
     *,
-    activation: GateActivation | None = "silu",
+    gate_activation: GateActivation | None = "silu",
     eps: float = 1e-5,
     backend: KernelOrTorch = "auto",
 ) -> Float[Tensor, "B T HV*V"]:
@@ -56,7 +56,7 @@ def gated_rms_norm(
         gate: [B, T, HV * V], any of these dtypes, before its activation.
             A slice of a wider projection's channels is read where it lies,
             and kept there for the backward. None: there is no gate.
-        activation: of the gate, "silu" or "sigmoid"; None only without one.
+        gate_activation: "silu" or "sigmoid"; None only without one.
         eps: added to the mean square, >= 0.
         backend: "triton" (kernels: CUDA, compute capability 8.0 or higher,
             o not in fp64), "torch" (PyTorch, anywhere) or "auto" (the first
@@ -75,8 +75,8 @@ def gated_rms_norm(
             the argument, what it got and what it needs.
         NotImplementedError: in the backward of the kernels' backward.
     """
-    _check(o, weight, gate, activation, eps, backend)
-    silu = activation == "silu"
+    _check(o, weight, gate, gate_activation, eps, backend)
+    silu = gate_activation == "silu"
     if choose_backend(backend, o.device, o.dtype) != "triton":
         return norm_by_formula(o, weight, gate, silu, eps)
     inputs = (o.contiguous(), weight.contiguous(), gate)
@@ -107,7 +107,7 @@ def _check(
     o: Tensor,
     weight: Tensor,
     gate: Tensor | None,
-    activation: Any,
+    gate_activation: Any,
     eps: float,
     backend: Any,
 ) -> None:
@@ -123,12 +123,13 @@ def _check(
         refuse_shape("weight", weight, f"[{V}] or [{HV}, {V}]")
     if gate is not None and gate.shape != (B, T, HV * V):
         refuse_shape("gate", gate, f"[{B}, {T}, {HV * V}]")
-    if activation not in ACTIVATIONS:
+    if gate_activation not in ACTIVATIONS:
         raise ValueError(
-            f"activation: got {activation!r}, need one of {ACTIVATIONS}"
+            f"gate_activation: got {gate_activation!r}, need one of "
+            f"{ACTIVATIONS}"
         )
-    if activation is None and gate is not None:
-        raise ValueError("activation: got None, need the gate's")
+    if gate_activation is None and gate is not None:
+        raise ValueError("gate_activation: got None, need the gate's")
     check_numbers(">= 0", eps=eps)
     check_backend(backend, KERNEL_OR_TORCH)
 

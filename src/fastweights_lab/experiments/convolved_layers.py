@@ -36,7 +36,7 @@ class ConvolvedSoftmax(LinearRecurrence):
 
     Args:
         dim, num_heads, head_dim: as there.
-        theta: base of rotary positions; None: there are none.
+        rope_theta: base of rotary positions; None: there are none.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ConvolvedSoftmax(LinearRecurrence):
         num_heads: int,
         head_dim: int,
         *,
-        theta: float | None = None,
+        rope_theta: float | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -59,7 +59,7 @@ class ConvolvedSoftmax(LinearRecurrence):
             device=device,
             dtype=dtype,
         )
-        self.theta = theta
+        self.rope_theta = rope_theta
 
     def forward(
         self,
@@ -70,10 +70,10 @@ class ConvolvedSoftmax(LinearRecurrence):
         """y, and the keys and values of all tokens."""
         check_whole_rows(state, cu_seqlens)
         q, k, v, inputs = self.convolution(self.qkv_proj(x))
-        if self.theta is not None:
+        if self.rope_theta is not None:
             position = token_positions(x.shape[1], x.device, None, None)
-            q = rotary(q, position, self.theta)
-            k = rotary(k, position, self.theta)
+            q = rotary(q, position, self.rope_theta)
+            k = rotary(k, position, self.rope_theta)
         q, k_h, v_h = (x.transpose(1, 2) for x in (q, k, v))
         o = F.scaled_dot_product_attention(q, k_h, v_h, is_causal=True)
         gate = None if self.gate_proj is None else self.gate_proj(x)

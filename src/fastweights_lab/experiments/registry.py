@@ -38,7 +38,7 @@ def family(**gate: Any) -> dict[str, Variant]:
         "KDA": recurrence(decay="channel", **gate),
         "Gated DeltaNet-2": layers("gated_deltanet2", **gate),
         "softmax": layers("convolved_softmax"),
-        "softmax, rotary": layers("convolved_softmax", theta=1e4),
+        "softmax, rotary": layers("convolved_softmax", rope_theta=1e4),
     }
 
 
@@ -60,7 +60,7 @@ MODELS = {name: FAMILY[name] for name in (*FOUR, "KDA", "Gated DeltaNet-2")}
 MODELS["softmax"] = FAMILY["softmax, rotary"]
 MODELS["hybrid"] = Variant(
     ("recurrence", "convolved_softmax"),
-    {"recurrence": SLOW, "convolved_softmax": {"theta": 1e4}},
+    {"recurrence": SLOW, "convolved_softmax": {"rope_theta": 1e4}},
 )
 """Chapter 10's, in two layers: the hybrid has gated delta, then softmax."""
 
@@ -148,8 +148,8 @@ TRACKERS = {
     "gated delta": recurrence(allow_neg_eigval=True, **SLOW, **BARE),
     "GLA": recurrence(rule="additive", decay="channel", **SLOW, **BARE),
     "KDA": recurrence(decay="channel", allow_neg_eigval=True, **SLOW, **BARE),
-    "softmax": layers("softmax", theta=None),
-    "softmax, rotary": layers("softmax", theta=1e4),
+    "softmax": layers("softmax", rope_theta=None),
+    "softmax, rotary": layers("softmax", rope_theta=1e4),
 }
 """All kinds of layer; of those that correct, two more with beta up to two."""
 

@@ -247,7 +247,7 @@ def fused_layer_step(
         norm=layer.norm.weight,
         eps=layer.norm.eps,
         gate=None if gate is None else gate.flatten(0, 1),
-        activation=layer.norm.activation,
+        activation=layer.norm.gate_activation,
     )
 
 

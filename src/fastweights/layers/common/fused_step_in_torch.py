@@ -116,6 +116,6 @@ def project_output(
     y = F.rms_norm(o, o.shape[3:], upcast(norm.weight), norm.eps).flatten(2)
     if gate is not None:
         gate = upcast(gate)
-        silu = norm.activation == "silu"
+        silu = norm.gate_activation == "silu"
         y *= F.silu(gate) if silu else gate.sigmoid()
     return project_and_add(x, y.to(x.dtype), layer.o_proj)

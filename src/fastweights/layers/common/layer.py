@@ -34,11 +34,24 @@ from fastweights.torch_internals import is_traced
 Hidden = Float[Tensor, "B T D"]
 
 WITHOUT_WEIGHT_DECAY = re.compile(
-    r"(A_log|dt_bias|norm_weight|norm_bias|\bb\d|qk_scale|qk_offset)$"
+    r"(A_log|dt_bias|norm_weight|norm_bias|\bb\d+|qk_scale|qk_offset)$"
 )
 """Names of parameters without weight decay, whatever their shape."""
 
-ARGUMENT_ALIASES = {
+RENAMED_ARGUMENTS = {
+    "activation": "gate_activation",
+    "base_lr": "max_rate or initial_rate",
+    "cap": "gate_cap",
+    "expand_k": "qk_factor",
+    "expand_v": "v_factor",
+    "normalize": "qk_l2norm",
+    "qk_norm": "qk_norm_type",
+    "steps": "solver_steps",
+    "theta": "rope_theta",
+}
+"""Names of arguments that saved models may have, and their names now."""
+
+ARGUMENT_ALIASES = RENAMED_ARGUMENTS | {
     "d_conv": "conv_size",
     "checkpoint": "recompute",
     "conv_kernel": "conv_size",
@@ -46,7 +59,7 @@ ARGUMENT_ALIASES = {
     "d_model": "dim",
     "d_state": "state_size",
     "expand_ratio": "expand",
-    "expand_qk": "expand_k",
+    "expand_qk": "qk_factor",
     "gate_logit_normalizer": "temperature",
     "gate_low_rank_dim": "gate_rank",
     "head_k_dim": "head_dim",
@@ -64,7 +77,6 @@ ARGUMENT_ALIASES = {
     "num_hidden_layers": "num_layers",
     "qk_dim_factor": "qk_factor",
     "rms_norm_eps": "norm_eps",
-    "rope_theta": "theta",
     "tie_word_embeddings": "tie_embeddings",
     "use_beta_bias": "beta_bias",
     "use_gate": "output_gate",

@@ -28,7 +28,7 @@ class OutputNorm(CheckedModule):
 
     Args:
         size: channels V of a head.
-        activation: of the gate, "silu" or "sigmoid"; None: no gate.
+        gate_activation: "silu" or "sigmoid"; None: no gate.
         num_heads: heads with weights of their own; 1: all share one weight
             per channel.
         center: whether each head's mean is taken away first: LayerNorm in
@@ -39,7 +39,7 @@ class OutputNorm(CheckedModule):
     def __init__(
         self,
         size: int,
-        activation: GateActivation | None = "silu",
+        gate_activation: GateActivation | None = "silu",
         *,
         num_heads: int = 1,
         center: bool = False,
@@ -48,8 +48,8 @@ class OutputNorm(CheckedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_one_of(ACTIVATIONS, activation=activation)
-        self.size, self.activation = size, activation
+        check_one_of(ACTIVATIONS, gate_activation=gate_activation)
+        self.size, self.gate_activation = size, gate_activation
         self.center, self.eps = center, eps
         self.weight = nn.Parameter(
             torch.empty(num_heads * size, device=device, dtype=dtype)
@@ -68,15 +68,19 @@ class OutputNorm(CheckedModule):
     ) -> Float[Tensor, "B T HV*V"]:
         """The normed heads side by side, in o's dtype."""
         weight = self.weight
-        if gate is not None and self.activation is None:
-            raise ValueError("activation: got None, need the gate's")
+        if gate is not None and self.gate_activation is None:
+            raise ValueError("gate_activation: got None, need the gate's")
         if self.weight.shape[0] > self.size:
             weight = weight.unflatten(0, (-1, self.size))
         if not self.center:
             return gated_rms_norm(
-                o, weight, gate, activation=self.activation, eps=self.eps
+                o,
+                weight,
+                gate,
+                gate_activation=self.gate_activation,
+                eps=self.eps,
             )
         y = upcast(o)
         y = y - y.mean(-1, keepdim=True)
-        silu = self.activation == "silu"
+        silu = self.gate_activation == "silu"
         return norm_by_formula(y, weight, gate, silu, self.eps).to(o.dtype)
