@@ -457,6 +457,22 @@ def test_a_checkpoint_of_another_text_is_refused(settings, tmp_path):
         read_checkpoint(tmp_path / "checkpoint.pt")
 
 
+def test_a_checkpoint_has_options_by_their_names_of_today(settings, tmp_path):
+    path, options = tmp_path / "checkpoint.pt", {"softmax": {"theta": 9.0}}
+    new = json.dumps({"softmax": {"rope_theta": 9.0}})
+    Training(replace(settings, options=new)).save(path)
+    saved = torch.load(path)
+    for kind, head_dim in (("gated_deltanet", 8), ("gla", None)):
+        of = {"pattern": (kind,), "options": json.dumps(options)}
+        torch.save(
+            saved | {"settings": saved["settings"] | of | {"head_dim": 8}},
+            path,
+        )
+        found = read_checkpoint(path)["settings"]
+        assert (found["options"], found["head_dim"]) == (new, head_dim)
+        assert Settings(**found)
+
+
 # The program.
 
 
@@ -729,8 +745,8 @@ def test_the_model_is_gone_before_the_process_group(
         ("--pattern 2*rnn", "pattern: got 'rnn', need one of"),
         ("--options {", "options: got '{', need JSON"),
         (
-            '--options {"softmax":{"theta":"x"}} --pattern softmax',
-            "theta: got str, need a real number",
+            '--options {"softmax":{"rope_theta":"x"}} --pattern softmax',
+            "rope_theta: got str, need a real number",
         ),
         ("--device nvidia", "device: got 'nvidia', need auto, cpu, cuda, .."),
         ("--resume nowhere", "resume: got nowhere, which has no checkp"),

@@ -41,6 +41,51 @@ def test_a_config_survives_json():
     c = make_config(3 * ("kda",) + ("softmax",), num_layers=9, head_dim=8)
     assert ModelConfig.from_json(c.to_json()) == c
     assert c.layer_types == 2 * (3 * ("kda",) + ("softmax",)) + ("kda",)
+    c = make_config(options={"kda": {"A_range": [0.5, 2.0]}})
+    assert c.options == {"kda": {"A_range": (0.5, 2.0)}}
+    read = ModelConfig.from_json(c.to_json())
+    assert read == c and {read: 1}[c] == 1
+
+
+def test_a_config_of_an_earlier_version_is_read():
+    before = {
+        "pattern": ["gla", "retention", "softmax", "lact", "ttt_mlp", "mlstm"],
+        "options": {
+            "gla": {"expand_k": 0.25, "expand_v": 0.5},
+            "retention": {"theta": 100.0, "expand_v": 1.0},
+            "softmax": {"theta": None, "qk_norm": True},
+            "lact": {"base_lr": 0.1},
+            "ttt_mlp": {"base_lr": 0.5},
+            "mlstm": {"cap": 9.0},
+            "mesanet": {"steps": 3},
+            "recurrence": {"normalize": False, "activation": False},
+            "deltanet": {"qk_norm": "sum", "expand_v": 2.0},
+        },
+    }
+    sizes = {"vocab_size": 9, "dim": 8, "num_layers": 6}
+    c = ModelConfig.from_json(json.dumps(sizes | before))
+    assert c.options == {
+        "gla": {"qk_factor": 0.25, "v_factor": 0.5},
+        "retention": {"rope_theta": 100.0, "v_factor": 1.0},
+        "softmax": {"rope_theta": None, "qk_norm": True},
+        "lact": {"initial_rate": 0.1},
+        "ttt_mlp": {"max_rate": 0.5},
+        "mlstm": {"gate_cap": 9.0},
+        "mesanet": {"solver_steps": 3},
+        "recurrence": {"qk_l2norm": False, "activation": False},
+        "deltanet": {"qk_norm_type": "sum", "expand_v": 2.0},
+    }
+    plain = sizes | {"pattern": ["retention"], "head_dim": 8}
+    c = ModelConfig.from_json(json.dumps(plain))
+    assert c == ModelConfig(**sizes, pattern=("retention",))
+
+
+def test_a_head_dim_is_refused_where_no_layer_takes_it():
+    for kind in ("gla", "retention", "mlstm", "lact"):
+        said = f"head_dim: got 8, which no layer of {kind} takes, need None"
+        with pytest.raises(ValueError, match=said):
+            make_config((kind,), head_dim=8)
+        assert make_config((kind, "kda"), head_dim=8).head_dim == 8
 
 
 def test_the_mlp_is_rounded_up_as_published():

@@ -17,8 +17,12 @@ from fastweights.arguments import (
     check_names,
     check_numbers,
     check_sizes,
+    resolve_alias,
 )
-from fastweights.layers.common.layer import ARGUMENT_ALIASES
+from fastweights.layers.common.layer import (
+    ARGUMENT_ALIASES,
+    RENAMED_ARGUMENTS,
+)
 
 LAYERS: dict[str, type[nn.Module]] = {
     "comba": layers.Comba,
@@ -80,11 +84,14 @@ class ModelConfig(_NamesChecked):
     """Heads of every layer that takes a number of heads."""
 
     head_dim: int | None = None
-    """Size of a head, for layers that take it; dim / num_heads if None."""
+    """Size of a head, for layers that take it; dim / num_heads if None. It
+    has to be None where no type of the pattern takes it."""
 
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    options: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict, hash=False
+    )
     """More arguments per type: ``{"softmax": {"num_kv_heads": 2}}``. They
-    win over num_heads and head_dim."""
+    win over num_heads and head_dim. Lists become tuples."""
 
     mlp_ratio: float = 8 / 3
     """Hidden width of the MLPs over dim, before it is rounded up."""
@@ -119,17 +126,23 @@ class ModelConfig(_NamesChecked):
         sizes = ("vocab_size", "dim", "num_layers", "num_heads")
         check_sizes(**{name: getattr(self, name) for name in sizes})
         check_sizes(mlp_multiple=self.mlp_multiple)
+        if not self.pattern:
+            raise ValueError("pattern: got nothing, need a type of layer")
+        takes_head_dim = _takes_head_dim(self.pattern)
         if self.head_dim is not None:
             check_sizes(head_dim=self.head_dim)
-        elif self.dim % self.num_heads:
+            if not takes_head_dim:
+                raise ValueError(
+                    f"head_dim: got {self.head_dim}, which no layer of "
+                    f"{', '.join(self.pattern)} takes, need None"
+                )
+        elif takes_head_dim and self.dim % self.num_heads:
             raise ValueError(
                 f"num_heads: got {self.num_heads}, need a divisor of dim = "
                 f"{self.dim}, or head_dim"
             )
         check_numbers("> 0", mlp_ratio=self.mlp_ratio, norm_eps=self.norm_eps)
         check_flags(tie_embeddings=self.tie_embeddings)
-        if not self.pattern:
-            raise ValueError("pattern: got nothing, need a type of layer")
         if not isinstance(self.options, Mapping):
             raise TypeError(
                 f"options: got {self.options!r}, need a dictionary of "
@@ -149,6 +162,14 @@ class ModelConfig(_NamesChecked):
                         f"options: got {name!r} for {layer_type}, need one of "
                         f"{', '.join(names)}"
                     )
+        tuples = {
+            layer_type: {
+                name: tuple(x) if isinstance(x, list) else x
+                for name, x in options.items()
+            }
+            for layer_type, options in self.options.items()
+        }
+        object.__setattr__(self, "options", tuples)
 
     @property
     def mlp_width(self) -> int:
@@ -190,6 +211,8 @@ class ModelConfig(_NamesChecked):
     def from_json(cls, text: str) -> ModelConfig:
         """Read a configuration from :meth:`to_json`'s text.
 
+        That of an earlier version may have options by their names of then.
+
         Raises:
             ValueError: it is not JSON, lacks a field, has one that is not
                 known here, or one that does not fit.
@@ -211,13 +234,42 @@ class ModelConfig(_NamesChecked):
         for name in ("vocab_size", "dim", "num_layers"):
             if name not in values:
                 raise ValueError(f"{name}: got nothing, need an integer")
-        return cls(**values)
+        return cls(**update_saved(values))
 
 
 def argument_names(layer_type: str) -> list[str]:
     """The arguments of a layer of this type that ``options`` may set."""
     names = inspect.signature(LAYERS[layer_type]).parameters
     return [name for name in names if name not in ("dim", "device", "dtype")]
+
+
+def _takes_head_dim(pattern: Sequence[str]) -> bool:
+    return any("head_dim" in argument_names(x) for x in pattern)
+
+
+def update_saved(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields that another version has saved, as ModelConfig takes them now.
+
+    Options by the names that they have now, and no head_dim if no layer of
+    the pattern takes it. Fields that do not fit stay, for ModelConfig to name.
+    """
+    try:
+        options = {
+            layer_type: {_name_now(layer_type, k): x for k, x in given.items()}
+            for layer_type, given in fields.get("options", {}).items()
+        }
+        takes_it = _takes_head_dim(fields.get("pattern", ModelConfig.pattern))
+    except (AttributeError, KeyError, TypeError):
+        return fields
+    head_dim = fields.get("head_dim") if takes_it else None
+    return fields | {"options": options, "head_dim": head_dim}
+
+
+def _name_now(layer_type: str, name: str) -> str:
+    names = argument_names(layer_type)
+    if name in names:
+        return name
+    return resolve_alias(name, names, RENAMED_ARGUMENTS) or name
 
 
 def _check_layer_type(name: str, layer_type: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastweights.arguments import check_numbers, check_sizes
 from fastweights.models import ModelConfig
+from fastweights.models.config import argument_names
 from fastweights_lab.experiments import convolved_layers  # noqa: F401
 from fastweights_lab.tasks import Task
 from fastweights_lab.text.training import Schedule
@@ -84,13 +85,14 @@ class Trial(Schedule):
     def model_config(self) -> ModelConfig:
         """The model's settings, with room for the tokens of all the tasks."""
         every = [*self.train, *self.tests.values()]
+        takes_it = any("head_dim" in argument_names(x) for x in self.pattern)
         return ModelConfig(
             vocab_size=max(task.vocabulary for task in every),
             dim=self.dim,
             num_layers=self.num_layers,
             pattern=self.pattern,
             num_heads=self.num_heads,
-            head_dim=self.head_dim,
+            head_dim=self.head_dim if takes_it else None,
             options=self.options,
             mlp_ratio=self.mlp_ratio or 1.0,
             mlp_multiple=1,

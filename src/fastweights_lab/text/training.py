@@ -37,6 +37,7 @@ from fastweights import torch_internals
 from fastweights.arguments import check_integers, check_numbers, check_sizes
 from fastweights.layers import parameter_groups
 from fastweights.models import LanguageModel, ModelConfig
+from fastweights.models.config import update_saved
 from fastweights.models.files import write_whole
 from fastweights.ranks.group import context_parallel, current_ranks
 from fastweights_lab.records import machine, with_new_names
@@ -657,7 +658,12 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         state["corpus"]["sha256"], state["step"]
-        state["settings"] = with_new_names(state["settings"])
+        settings = with_new_names(state["settings"])
+        saved = settings | {"options": json.loads(settings["options"])}
+        if (now := update_saved(saved)) != saved:
+            now["options"] = json.dumps(now["options"])
+            settings = now
+        state["settings"] = settings
     except Exception as error:  # a broken zip, a pickle, another program's
         raise ValueError(
             f"path: got {path}, which is no checkpoint of this program: "
