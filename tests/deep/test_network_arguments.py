@@ -95,8 +95,8 @@ WRONG = {
         ("ridge", -torch.ones(H, K), "ridge: got -1.0, need finite numbers"),
         ("ridge", torch.full((H, K), math.inf), "ridge: got inf, need fini"),
         ("ridge", torch.ones(H, K).long(), "ridge: got torch.int64, need"),
-        ("steps", 0, "steps: got 0, need an integer >= 1"),
-        ("steps", 2.5, "steps: got float, need an int"),
+        ("solver_steps", 0, "solver_steps: got 0, need an integer >= 1"),
+        ("solver_steps", 2.5, "solver_steps: got float, need an int"),
         ("cu_seqlens", numbers(0, 3), r"q: got shape .*because cu_seqlens"),
     ],
 }

@@ -4,7 +4,7 @@ The gradient of a layer z = W^T x + b at one token is an outer product of what
 the layer has read and of the loss's slope at z, its error. So weights after
 token t that are combinations
 
-    W_t = keep_t M + carry_t S - sum_s share_ts x_s error_s^T
+    W_t = keep_t W + carry_t S - sum_s share_ts x_s error_s^T
 
 of two given sets of weights and of the gradients of the chunk answer a query
 with products of C x C scores, as linear attention does: nobody forms one W_t
@@ -89,8 +89,8 @@ def gradients(
 
 def answer_queries(
     q: Tensor,
-    M: NetworkWeights,
-    S: NetworkWeights | None,
+    weights: NetworkWeights,
+    carried: NetworkWeights | None,
     grads: Gradients,
     keep: PerToken | None,
     carry: Float[Tensor, "#B #H C"],
@@ -98,15 +98,15 @@ def answer_queries(
 ) -> Tensor:
     """Each query's answer by the weights of its own token.
 
-    keep None is 1, S None is 0.
+    W is ``weights`` and S is ``carried``; keep None is 1, carried None is 0.
     """
     x = z = q
-    for i, (W, b) in enumerate(M):
+    for i, (W, b) in enumerate(weights):
         x = gelu(z) if i else q
         z = x @ W + b[..., None, :]
         z = z if keep is None else keep[..., None] * z
-        if S is not None:
-            dW, db = S[i]
+        if carried is not None:
+            dW, db = carried[i]
             z = z + carry[..., None] * (x @ dW + db[..., None, :])
         # The bias is a weight whose input is always 1: hence the 1.
         scores = share * (x @ grads.inputs[i].mT + 1)

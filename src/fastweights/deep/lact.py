@@ -51,11 +51,11 @@ def sum_of_gradients(
     gate, up, hidden = (x.to(full) for x in (k @ w0, k @ w2, v @ w1.mT))
     s = torch.sigmoid(gate)
     silu = gate * s
-    eta = rates[..., None].unbind(-2)
+    rate = rates[..., None].unbind(-2)
     errors = (
-        eta[0] * hidden * up * s * (1 + gate * (1 - s)),
-        eta[1] * silu * up,
-        eta[2] * hidden * silu,
+        rate[0] * hidden * up * s * (1 + gate * (1 - s)),
+        rate[1] * silu * up,
+        rate[2] * hidden * silu,
     )
     d0, d1, d2 = errors
     return _outer_sum(k, d0), _outer_sum(v, d1).mT, _outer_sum(k, d2)
@@ -120,21 +120,24 @@ def lact(
     :mod:`fastweights.deep.optimisers` for the same as a learner.
 
     Args:
-        q, k, v: of one dtype. Products with tokens and Newton-Schulz's are in
-            that dtype, sums and weights in fp32 (fp64).
-        rates: per token, head and matrix W0, W1, W2.
+        q, k, v: [B, T, H, K] both and [B, T, H, V], of one dtype. Products
+            with tokens and Newton-Schulz's are in that dtype, sums and weights
+            in fp32 (fp64).
+        rates: [B, T, H, 3], for W0, W1 and W2.
         start: W0 [H, K, N], W1 [H, N, V] and W2 [H, K, N].
-        momentum: per token and head; None: there is none.
+        momentum: [B, T, H]; None: there is none.
         chunk_size: tokens per step.
         muon: whether M is orthogonalised.
         prenorm: whether weights are brought back to their norms where they
             are used, not where they are kept.
-        initial_state: per matrix what the weights have learned since
-            ``start``, M, and the chunk's G so far; its momentum so far; fp32.
-        position, lengths: as in :func:`fastweights.deep.ttt`.
+        initial_state: [B, H, P]: per matrix what the weights have learned
+            since ``start``, M, and the chunk's G so far; its momentum so far;
+            fp32.
+        position, lengths: [B], as in :func:`fastweights.deep.ttt`.
 
     Returns:
-        o, in q's dtype, and the state after each row's last token.
+        o [B, T, H, V], in q's dtype, and the state [B, H, P] after each row's
+        last token.
 
     Raises:
         TypeError, ValueError: as :func:`fastweights.deep.ttt`.
@@ -205,8 +208,8 @@ def lact(
                 w = [*map(partial(choose_rows, stepped), normed, w)]
             q_, k_, v_ = (part.take(x).transpose(1, 2) for x in (q, k, v))
             outputs.append(answer_by_swiglu(w, q_).transpose(1, 2))
-            eta = part.take(rates, 0.0).transpose(1, 2)
-            grads = sum_of_gradients(w, k_, v_, eta)
+            rates_ = part.take(rates, 0.0).transpose(1, 2)
+            grads = sum_of_gradients(w, k_, v_, rates_)
             total = [G + more for G, more in zip(total, grads, strict=True)]
             mean = mean + part.take(momentum, 0.0).sum(1)[..., None]
             if not _step_is_due(part):

@@ -63,22 +63,23 @@ def mesa(
     equations for the gradient that comes in, and keeps no iteration.
 
     Args:
-        q, k, v: of one dtype; computed in fp32 (fp64 if they are), but for
-            the kernel's products.
-        g, beta: log decay and weight of each token, per head.
-        ridge: > 0, per head and key channel.
+        q, k, v: [B, T, H, K] both and [B, T, H, V], of one dtype; computed in
+            fp32 (fp64 if they are), but for the kernel's products.
+        g, beta: [B, T, H], log decay and weight of each token.
+        ridge: [H, K], > 0.
         solver_steps: of conjugate gradients. Rounding apart K are enough, and
             far fewer where ridge is not small beside H.
-        initial_state: [H | G], in fp32.
-        cu_seqlens: where packed sequences begin and end; B is 1 then. Tokens
-            after the last one have outputs and gradients of 0.
+        initial_state: [N, H, K, K + V], H beside G, in fp32.
+        cu_seqlens: [N + 1], where packed sequences begin and end; B is 1
+            then. Tokens after the last one have outputs and gradients of 0.
         backend: "triton" (a kernel for all steps, and products in q's dtype:
             K <= 128, 64 in fp32, CUDA), "torch" (PyTorch) or "auto" (on
             compute capability 9.x and 10.x the kernel in half precision,
             else steps of PyTorch).
 
     Returns:
-        o, in q's dtype, and the state after each sequence's last token.
+        o [B, T, H, V], in q's dtype, and the state [N, H, K, K + V] after
+        each sequence's last token.
 
     Raises:
         TypeError, ValueError: a dtype, device or shape does not fit; the

@@ -94,18 +94,21 @@ def titans(
     are solved by products inside the chunk (the paper's eqs. 16 to 18).
 
     Args:
-        q, k, v: of one dtype; computed in fp32 (fp64 if they are).
-        rate, momentum, g: per token and head; g is the log of the decay.
+        q, k, v: [B, T, H, K] both and [B, T, H, V], of one dtype; computed in
+            fp32 (fp64 if they are).
+        rate, momentum, g: [B, T, H]; g is the log of the decay.
         start: the model's layers (W [H, K, N], b [H, N]), with GELU (tanh)
-            between them.
+            between them; the last one's N is V.
         norm: weight and bias [H, V] of a LayerNorm behind the model, or None.
         chunk_size: tokens whose gradients are taken at the same weights.
-        initial_state: what the weights have learned since ``start``, S, and
-            what the weights of the chunk's start had learned; in fp32.
-        position, lengths: as in :func:`fastweights.deep.ttt`.
+        initial_state: [B, H, 3, P] for P weights per head: what they have
+            learned since ``start``, S, and what the weights of the chunk's
+            start had learned; in fp32.
+        position, lengths: [B], as in :func:`fastweights.deep.ttt`.
 
     Returns:
-        o, in q's dtype, and the state after each row's last token.
+        o [B, T, H, V], in q's dtype, and the state [B, H, 3, P] after each
+        row's last token.
 
     Raises:
         TypeError, ValueError: as :func:`fastweights.deep.ttt`.
@@ -135,121 +138,134 @@ def titans(
         )
     with without_autocast(q):
         q, k, v, rate = (x.to(full) for x in (q, k, v, rate))
-        momentum, decay = momentum.to(full), g.to(full).exp()
+        momentum, keep = momentum.to(full), g.to(full).exp()
         start = [(W.to(full), b.to(full)) for W, b in start]
         if norm is not None:
             norm = (norm[0].to(full), norm[1].to(full))
         if initial_state is None:
             initial_state = q.new_zeros(B, H, 3, P)
-        M, S, base = unpack_state(initial_state, start)
-        tokens = (q, k, v, rate, momentum, decay)
+        weights, surprise, base = unpack_state(initial_state, start)
+        tokens = (q, k, v, rate, momentum, keep)
         outputs, done = [], 0
         layout = ChunkLayout(chunk_size, T, q.device, position, lengths)
         if layout.regular and (done := T // chunk_size * chunk_size):
             cut = [x[:, :done] for x in tokens]
-            M, S, o = _whole_chunks(M, S, cut, norm, chunk_size)
+            weights, surprise, o = _whole_chunks(
+                weights, surprise, cut, norm, chunk_size
+            )
             outputs.append(o)
-            base = M
+            base = weights
             layout = ChunkLayout(chunk_size, T - done, q.device)
-        q, k, v, rate, momentum, decay = (x[:, done:] for x in tokens)
+        q, k, v, rate, momentum, keep = (x[:, done:] for x in tokens)
         rest = []
         for part in layout:
-            # [B, H, C]; a token that is not there keeps W and S.
-            theta = part.take(rate, 0.0).mT
-            eta, alpha = (part.take(x, 1.0).mT for x in (momentum, decay))
-            exists = part.take(torch.ones_like(rate), 0.0).mT
             q_, k_, v_ = (part.take(x).transpose(1, 2) for x in (q, k, v))
-            M, S, z = chunk(
-                M, S, base, q_, k_, v_, theta, eta, alpha, exists, norm
+            weights, surprise, z = chunk(
+                weights,
+                surprise,
+                base,
+                q_,
+                k_,
+                v_,
+                # A token that is not there changes nothing.
+                part.take(rate, 0.0).mT,
+                part.take(momentum, 1.0).mT,
+                part.take(keep, 1.0).mT,
+                part.take(torch.ones_like(rate), 0.0).mT,
+                norm,
             )
             rest.append(z.transpose(1, 2))
-            base = map_layers(part.where_ends, M, base)
+            base = map_layers(part.where_ends, weights, base)
         if rest:
             outputs.append(layout.join(rest))
-        return torch.cat(outputs, 1).to(dtype), pack_state(M, S, base, start)
+        after = pack_state(weights, surprise, base, start)
+        return torch.cat(outputs, 1).to(dtype), after
 
 
 def unpack_state(
     state: Float[Tensor, "B H 3 P"], start: NetworkWeights
 ) -> tuple[NetworkWeights, NetworkWeights, NetworkWeights]:
-    """The weights, S, and the weights with which the chunk began."""
+    """The weights, the surprise, and the weights that the chunk began with."""
     parts = state.to(start[0][0].dtype).unbind(2)
-    since, S, began = (unflatten(x, start) for x in parts)
+    since, surprise, began = (unflatten(x, start) for x in parts)
     add = partial(map_layers, torch.add)
-    return add(since, start), S, add(began, start)
+    return add(since, start), surprise, add(began, start)
 
 
 def pack_state(
-    M: NetworkWeights,
-    S: NetworkWeights,
+    weights: NetworkWeights,
+    surprise: NetworkWeights,
     base: NetworkWeights,
     start: NetworkWeights,
 ) -> Float[Tensor, "B H 3 P"]:
     """Inverse of :func:`unpack_state`."""
-    since, began = (map_layers(torch.sub, x, start) for x in (M, base))
-    return flatten([*since, *S, *began]).unflatten(-1, (3, -1))
+    since, began = (map_layers(torch.sub, x, start) for x in (weights, base))
+    return flatten([*since, *surprise, *began]).unflatten(-1, (3, -1))
 
 
 def chunk(
-    M: NetworkWeights,
-    S: NetworkWeights,
+    weights: NetworkWeights,
+    surprise: NetworkWeights,
     base: NetworkWeights,
     q: Float[Tensor, "B H C K"],
     k: Float[Tensor, "B H C K"],
     v: Float[Tensor, "B H C V"],
-    theta: Float[Tensor, "B H C"],
-    eta: Float[Tensor, "B H C"],
-    alpha: Float[Tensor, "B H C"],
+    rate: Float[Tensor, "B H C"],
+    momentum: Float[Tensor, "B H C"],
+    keep: Float[Tensor, "B H C"],
     exists: Float[Tensor, "B H C"] | None = None,
     norm: Norm | None = None,
 ) -> tuple[NetworkWeights, NetworkWeights, Float[Tensor, "B H C V"]]:
-    """The weights and S after the last of some tokens, and what they read.
+    """Weights and surprise after the last of some tokens, and what they read.
 
-    Gradients are those of the weights ``base``. ``exists`` is 1 for a token
-    and 0 for padding; None: there is no padding.
+    The surprise is the paper's S. Gradients are those of the weights
+    ``base``; each token keeps ``keep`` of the weights before. ``exists`` is 1
+    for a token and 0 for padding; None: there is no padding.
     """
     grads = gradients(base, k, v, norm)
-    slow, fast = pairwise_products(alpha), pairwise_products(eta)
-    # How much of S at token s is in W at token t, [B, H, C, C].
+    slow, fast = pairwise_products(keep), pairwise_products(momentum)
+    # How much of token s's surprise is in token t's weights, [B, H, C, C].
     reach = slow if exists is None else slow * exists[..., None, :]
-    share = (reach @ fast) * theta[..., None, :]
-    keep, speed = running_product(alpha), running_product(eta)
+    share = (reach @ fast) * rate[..., None, :]
+    kept, speed = running_product(keep), running_product(momentum)
     carry = (reach @ speed[..., None])[..., 0]
-    z = answer_queries(q, M, S, grads, keep, carry, share)
+    z = answer_queries(q, weights, surprise, grads, kept, carry, share)
     if norm is not None:
         z = layer_norm(z, norm)[0]
     moved = sum_gradients(grads, share[..., -1, :])
-    surprise = sum_gradients(grads, fast[..., -1, :] * theta)
-    kept, reached = keep[..., -1], carry[..., -1]
-    M = map_layers(partial(_blend, kept, reached), M, S, moved)
-    S = map_layers(partial(_blend, speed[..., -1], None), S, S, surprise)
-    return M, S, z
+    added = sum_gradients(grads, fast[..., -1, :] * rate)
+    last = kept[..., -1], carry[..., -1]
+    weights = map_layers(partial(_blend, *last), weights, surprise, moved)
+    surprise = map_layers(
+        partial(_blend, speed[..., -1], None), surprise, surprise, added
+    )
+    return weights, surprise, z
 
 
 def _whole_chunks(
-    M: NetworkWeights,
-    S: NetworkWeights,
+    weights: NetworkWeights,
+    surprise: NetworkWeights,
     tokens: Sequence[Tensor],
     norm: Norm | None,
     chunk_size: int,
 ) -> tuple[NetworkWeights, NetworkWeights, Float[Tensor, "B T H V"]]:
-    """Complete chunks of q, k, v and of the three rates, [B, T, H, ...]."""
-    number = 2 * len(M)
+    """Complete chunks of q, k, v, rate, momentum and keep, [B, T, H, ...]."""
+    number = 2 * len(weights)
 
     def step(state: LoopState, *xs: Tensor) -> tuple[LoopState, Tensor]:
-        M, S = as_layers(state[:number]), as_layers(state[number:])
-        q, k, v, theta, eta, alpha = xs
-        M, S, z = chunk(M, S, M, q, k, v, theta, eta, alpha, norm=norm)
-        return [*tensors_of(M), *tensors_of(S)], z
+        W, S = as_layers(state[:number]), as_layers(state[number:])
+        q, k, v, rate, momentum, keep = xs
+        W, S, z = chunk(W, S, W, q, k, v, rate, momentum, keep, norm=norm)
+        return [*tensors_of(W), *tensors_of(S)], z
 
-    state: LoopState = [*tensors_of(M), *tensors_of(S)]
+    state: LoopState = [*tensors_of(weights), *tensors_of(surprise)]
     state, o = scan_chunks(step, state, tokens, chunk_size)
     return as_layers(state[:number]), as_layers(state[number:]), o
 
 
 def _blend(
-    keep: Tensor, carry: Tensor | None, M: Tensor, S: Tensor, moved: Tensor
+    keep: Tensor, carry: Tensor | None, W: Tensor, S: Tensor, moved: Tensor
 ) -> Tensor:
-    """keep M + carry S - moved, with keep and carry per head [B, H]."""
-    M = broadcast_rate(keep, M) * M - moved
-    return M if carry is None else M + broadcast_rate(carry, M) * S
+    """keep W + carry S - moved, with keep and carry per head [B, H]."""
+    W = broadcast_rate(keep, W) * W - moved
+    return W if carry is None else W + broadcast_rate(carry, W) * S

@@ -68,17 +68,19 @@ def ttt(
     C))`` with q added, in the paper's dual form (section 2.5).
 
     Args:
-        q, k, v: of one dtype; computed in fp32 (fp64 if they are).
-        rate: per token and head.
+        q, k, v: [B, T, H, K], of one dtype; computed in fp32 (fp64 if they
+            are).
+        rate: [B, T, H].
         start: the model's layers (W [H, K, N], b [H, N]), with GELU (tanh)
             between them: one for TTT-Linear, two for TTT-MLP.
         norm: the LayerNorm's weight and bias, [H, K] both; eps is 1e-6.
-        step_scale: the mini-batch's C factors, of the paper 1 / (t + 1).
-        initial_state: what the weights have learned since ``start``, and the
-            sum of the unfinished mini-batch, of P numbers each, in fp32.
-        position: tokens that each row has read before; needed, like
+        step_scale: [C], the mini-batch's factors, of the paper 1 / (t + 1).
+        initial_state: [B, H, 2, P] for P weights per head: what they have
+            learned since ``start``, and the sum of the unfinished mini-batch;
+            in fp32.
+        position: [B], tokens that each row has read before; needed, like
             ``initial_state``, to go on.
-        lengths: tokens of each row; None: T.
+        lengths: [B], tokens of each row; None: T.
         backend: "triton" (a kernel for whole mini-batches of one layer,
             without position and lengths, whose products are in q's dtype:
             K <= 128, 64 in fp32, C <= 16, CUDA), "torch" (PyTorch) or
@@ -86,7 +88,8 @@ def ttt(
             precision, else PyTorch).
 
     Returns:
-        o, in q's dtype, and the state after each row's last token.
+        o [B, T, H, K], in q's dtype, and the state [B, H, 2, P] after each
+        row's last token.
 
     Raises:
         TypeError, ValueError: a dtype, device or shape does not fit; the
@@ -142,14 +145,14 @@ def ttt(
         q, k, v, rate = (x[:, done:].to(full) for x in (*tokens, rate))
         rest = []
         for part in layout:
-            eta = part.take(rate, 0.0).mT
+            rate_ = part.take(rate, 0.0).mT
             # [B, H, C, K]
             q_, k_, v_ = (part.take(x).transpose(1, 2) for x in (q, k, v))
             grads, o = _read_chunk(
-                weights, sums, q_, k_, v_, eta, norm, step_scale[part.place]
+                weights, sums, q_, k_, v_, rate_, norm, step_scale[part.place]
             )
             rest.append(o.transpose(1, 2))
-            grad = sum_gradients(grads, eta)
+            grad = sum_gradients(grads, rate_)
             grad = grad if sums is None else map_layers(torch.add, sums, grad)
             stepped = map_layers(
                 partial(_take_step, step_scale[-1]), weights, grad
@@ -176,7 +179,7 @@ def _read_chunk(
     q: Float[Tensor, "B H C K"],
     k: Float[Tensor, "B H C K"],
     v: Float[Tensor, "B H C K"],
-    eta: Float[Tensor, "B H C"],
+    rate: Float[Tensor, "B H C"],
     norm: Norm,
     scale: Float[Tensor, "#B C"],
 ) -> tuple[Gradients, Float[Tensor, "B H C K"]]:
@@ -184,7 +187,7 @@ def _read_chunk(
     grads = gradients(weights, k, v - k, norm)
     scale = scale[:, None]
     # [B, H, C, C]
-    share = (scale[..., None] * eta[:, :, None]).tril()
+    share = (scale[..., None] * rate[:, :, None]).tril()
     z = answer_queries(q, weights, sums, grads, None, -scale, share)
     return grads, q + layer_norm(z, norm)[0]
 
@@ -199,9 +202,9 @@ def _whole_by_torch(
 
     def step(state: LoopState, *chunk: Tensor) -> tuple[LoopState, Tensor]:
         W = as_layers(state)
-        q, k, v, eta = (x.to(step_scale.dtype) for x in chunk)
-        grads, o = _read_chunk(W, None, q, k, v, eta, norm, step_scale[None])
-        sums = sum_gradients(grads, eta)
+        q, k, v, rate = (x.to(step_scale.dtype) for x in chunk)
+        grads, o = _read_chunk(W, None, q, k, v, rate, norm, step_scale[None])
+        sums = sum_gradients(grads, rate)
         W = map_layers(partial(_take_step, step_scale[-1]), W, sums)
         return tensors_of(W), o.to(chunk[0].dtype)
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fastweights.arguments import check_numbers, check_sizes
-from fastweights.models import ModelConfig
+from fastweights.models import LAYERS, ModelConfig
 from fastweights.models.config import argument_names
 from fastweights_lab.experiments import convolved_layers  # noqa: F401
 from fastweights_lab.tasks import Task
@@ -85,7 +85,11 @@ class Trial(Schedule):
     def model_config(self) -> ModelConfig:
         """The model's settings, with room for the tokens of all the tasks."""
         every = [*self.train, *self.tests.values()]
-        takes_it = any("head_dim" in argument_names(x) for x in self.pattern)
+        takes_it = any(
+            "head_dim" in argument_names(x)
+            for x in self.pattern
+            if x in LAYERS
+        )
         return ModelConfig(
             vocab_size=max(task.vocabulary for task in every),
             dim=self.dim,
