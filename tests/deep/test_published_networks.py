@@ -353,7 +353,7 @@ def test_how_layers_start():
     ridge = mesanet.min_ridge + F.softplus(mesanet.lam)
     torch.testing.assert_close(ridge, torch.ones(8))
     lact = LaCT(64, 2)
-    assert abs(F.softplus(torch.tensor(lact.base)) - 1e-3) < 1e-8
+    assert abs(F.softplus(torch.tensor(lact.rate_bias)) - 1e-3) < 1e-8
     assert abs(lact.w1.std() * 32**0.5 - 1) < 0.1
     assert lact.chunk_size == lact.window == 2048
     titans = TitansMemory(64, 2, 32)
