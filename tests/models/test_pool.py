@@ -11,7 +11,7 @@ from support.pairwise import parametrize_all
 from fastweights.layers import LayerState
 from fastweights.models import LAYERS, StatePool
 
-SIZES = {"vocab_size": 31, "dim": 16, "head_dim": 8, "mlp_multiple": 16}
+SIZES = {"vocab_size": 31, "dim": 16, "mlp_multiple": 16}
 
 
 def make_model(pattern):
