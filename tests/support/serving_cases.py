@@ -9,7 +9,7 @@ from fastweights.models.sampling import Sampling
 from fastweights.serving import Engine
 from support import model_cases
 
-SIZES = {"vocab_size": 31, "dim": 16, "head_dim": 8, "mlp_multiple": 16}
+SIZES = {"vocab_size": 31, "dim": 16, "mlp_multiple": 16}
 HYBRID = ("softmax", "gated_deltanet")
 
 
