@@ -136,15 +136,13 @@ class Layer(CheckedModule):
     (torch.no_grad) it changes that state in place: to go on from one state
     twice, give each call a ``state.clone()``.
 
-    A class says by attributes, all False here, what its ``compute`` can do:
-
-    * ``reads_packs_as_rows``: it is to get packed sequences as rows, filled up
-      to the longest;
-    * ``supports_num_accepted``: it does what ``LayerState.num_accepted`` asks
-      for; else it is called for a token at a time;
-    * ``supports_bf16_state``: a step reads and writes a pool's S in bf16;
-    * ``supports_captured_packs``: kernels read packs without waiting for the
-      device, so that CUDA graphs can have them.
+    A class says by attributes, all False here, what its ``compute`` can do.
+    With ``reads_packs_as_rows`` it gets packed sequences as rows, filled up to
+    the longest. With ``supports_num_accepted`` it does what
+    ``LayerState.num_accepted`` asks for; else it is called for a token at a
+    time. With ``supports_bf16_state`` a step reads and writes a pool's S in
+    bf16. With ``supports_captured_packs`` its kernels read packs without
+    waiting for the device, so that CUDA graphs can have them.
     """
 
     dim: int
