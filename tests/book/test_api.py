@@ -123,8 +123,8 @@ def given(name: str) -> dict[str, object]:
     g = -torch.rand(shapes.get(name.rpartition(".")[2], (B, T, H)))
     b, w, p = torch.rand(3, B, T, H, K)
     S, ridge = torch.zeros(B, H, K, K), torch.ones(H, K)
-    state, matrices = S.clone(), tuple(torch.randn(3, H, K, K))
-    start = [(matrices[0], torch.zeros(H, K))]
+    state, (w0, w1, w2) = S.clone(), torch.randn(3, H, K, K)
+    start = [(w0, torch.zeros(H, K))]
     norm, step_scale = (torch.ones(H, K), torch.zeros(H, K)), torch.ones(4)
     x, dt = torch.randn(B, T, 1024), torch.rand(B, T, 1024)
     A, *maps = -torch.ones(1024, K), *torch.randn(2, B, T, K)

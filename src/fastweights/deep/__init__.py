@@ -2,7 +2,7 @@
 
     o, state = ttt(q, k, v, rate, start, norm, step_scale)
     o, state = titans(q, k, v, rate, momentum, g, start)
-    o, state = lact(q, k, v, rates, start, momentum)
+    o, state = lact(q, k, v, rates, (w0, w1, w2), momentum)
     o, state = mesa(q, k, v, g, beta, ridge)
 
 The first three are instances of
