@@ -511,7 +511,7 @@ def test_every_argument_is_explained(name):
         assert f"\n    {argument}: " in function.__doc__
 
 
-def convolve(x, weight, bias, activation, before, document):
+def convolve_document(x, weight, bias, activation, before, document):
     """y [B, D, T] by a loop over everything."""
     B, D, T = x.shape
     W = weight.shape[1]
@@ -559,7 +559,7 @@ def test_convolution(W, bias, activation, packing, dtype):
         document = [[0] * 5 + [1] * 7]
         options = {"cu_seq_lens_q": torch.tensor([0, 1, 8])}
     y = causal_conv1d_fn(x, weight, b, activation=activation, **options)
-    ref = convolve(x, weight, b, activation, before, document)
+    ref = convolve_document(x, weight, b, activation, before, document)
     if packing == "states":
         y, final = y
         assert final is options["final_states_out"]
@@ -579,7 +579,7 @@ def test_convolution_of_rows_of_documents(graph):
     if graph:
         convolve = torch.compile(convolve, backend="eager", fullgraph=True)
     y = convolve(x, weight, None, seq_idx)
-    ref = convolve(x, weight, None, None, None, seq_idx.tolist())
+    ref = convolve_document(x, weight, None, None, None, seq_idx.tolist())
     assert relative_error(y, ref) <= 1e-6
 
 

@@ -47,7 +47,7 @@ def test_flops_of_mesa():
     q, k, v = torch.randn(3, B, 64, H, K)
     g, beta = torch.rand(2, B, 64, H)
     ridge = torch.rand(H, K)
-    found = counted(deep.mesa, q, k, v, -g, beta, ridge, steps=7)
+    found = counted(deep.mesa, q, k, v, -g, beta, ridge, solver_steps=7)
     again = (7 - 1) * 2 * K * K * B * 64 * H
     assert found == deep_cost.mesa(B, 64, H, K, steps=7).flops + again
 
