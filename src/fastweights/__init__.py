@@ -10,7 +10,7 @@ Tensors are [B, T, H, D], in fp64, fp32, fp16 or bf16, and states fp32.
 
 from fastweights import feature_maps
 from fastweights.compat import patch_transformers
-from fastweights.ops.common.backends import choose_backend
+from fastweights.ops.common.backends import resolve_backend
 from fastweights.ops.common.batch_invariance import batch_invariant
 from fastweights.ops.decode import decode_step
 from fastweights.ops.members import (
@@ -36,7 +36,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "batch_invariant",
-    "choose_backend",
     "comba",
     "context_parallel",
     "decode_step",
@@ -53,6 +52,7 @@ __all__ = [
     "mamba2",
     "mlstm",
     "patch_transformers",
+    "resolve_backend",
     "retention",
     "retnet_log_decay",
     "selective_scan",

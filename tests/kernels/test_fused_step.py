@@ -20,7 +20,7 @@ from fastweights.ops import record_backends
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     """Kernels on a CPU too, of few programs: the interpreter's time."""
-    choose, options = fused_step.choose_backend, gemv.gemv_options
+    choose, options = fused_step.resolve_backend, gemv.gemv_options
 
     def wider(*sizes):
         tile, settings = options(*sizes)
@@ -28,7 +28,7 @@ def kernels(monkeypatch):
 
     monkeypatch.setattr(gemv, "gemv_options", wider)
     monkeypatch.setattr(
-        fused_step, "choose_backend", lambda _, *on: choose("triton", *on)
+        fused_step, "resolve_backend", lambda _, *on: choose("triton", *on)
     )
 
 

@@ -172,14 +172,14 @@ def test_what_the_kernel_does_not_take():
     ],
 )
 def test_where_the_kernel_is_chosen(capability, dtype, want, monkeypatch):
-    monkeypatch.setattr(backends, "choose_backend", lambda *_: "triton")
+    monkeypatch.setattr(backends, "resolve_backend", lambda *_: "triton")
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda _: capability
     )
     there = torch.device("cuda")
     assert backends.deep_backend("auto", there, dtype) == want
     assert backends.deep_backend("triton", there, dtype) == "triton"
-    monkeypatch.setattr(backends, "choose_backend", lambda *_: "torch")
+    monkeypatch.setattr(backends, "resolve_backend", lambda *_: "torch")
     assert backends.deep_backend("auto", there, dtype) == "torch"
 
 

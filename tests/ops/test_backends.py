@@ -13,8 +13,8 @@ from fastweights.ops.common.backends import _missing_for_triton, _warn_once
 
 
 def test_auto_is_torch_on_a_cpu():
-    assert fw.choose_backend() == fw.choose_backend("auto") == "torch"
-    assert fw.choose_backend("loop") == "loop"
+    assert fw.resolve_backend() == fw.resolve_backend("auto") == "torch"
+    assert fw.resolve_backend("loop") == "loop"
 
 
 @pytest.fixture
@@ -55,9 +55,9 @@ def test_auto_is_triton_from_ampere_on(gpu, monkeypatch, capability, version):
     gpu(*capability)
     with warnings.catch_warnings(action="error"):
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            assert fw.choose_backend("auto", "cuda", dtype) == "triton"
-        assert fw.choose_backend("auto", "cuda", torch.float64) == "torch"
-        assert fw.choose_backend("torch", "cuda") == "torch"
+            assert fw.resolve_backend("auto", "cuda", dtype) == "triton"
+        assert fw.resolve_backend("auto", "cuda", torch.float64) == "torch"
+        assert fw.resolve_backend("torch", "cuda") == "torch"
 
 
 # A GPU, what is different there, and what the kernels need instead.
@@ -93,14 +93,14 @@ def test_without_kernels_why_is_told_once(
     for name, value in changes.items():
         monkeypatch.setattr(name, value)
     with pytest.warns(UserWarning, match=needs) as told:
-        assert fw.choose_backend("auto", "cuda") == "torch"
+        assert fw.resolve_backend("auto", "cuda") == "torch"
     assert len(told) == 1
     assert str(told[0].message).startswith("fastweights runs as PyTorch here:")
     with warnings.catch_warnings(action="error"):
-        assert fw.choose_backend("auto", "cuda") == "torch"
+        assert fw.resolve_backend("auto", "cuda") == "torch"
     needs = needs.removeprefix("kernels need ")
     with pytest.raises(ValueError, match=f"'triton', which needs .*{needs}"):
-        fw.choose_backend("triton", "cuda")
+        fw.resolve_backend("triton", "cuda")
 
 
 @pytest.mark.parametrize("function", ["linear_recurrence", "decode_step"])
@@ -121,7 +121,7 @@ def test_keys_wider_than_the_kernels_get_torch_and_are_told_once(
             return fw.decode_step(q, k, v, state=state, **others, **backend)
         return fw.linear_recurrence(q, k, v, g, beta, **backend)[0]
 
-    choice = "fastweights.ops.common.backends.choose_backend"
+    choice = "fastweights.ops.common.backends.resolve_backend"
     monkeypatch.setattr(choice, lambda *_: "triton")
     reason = "kernels need K <= 256, not 320$"
     with pytest.warns(UserWarning, match=reason):
@@ -140,9 +140,9 @@ def test_an_untested_version_is_named(gpu, monkeypatch, version):
     gpu(9, 0)
     told = f"triton {version} is outside .* tested with, 3.6 to 3.9$"
     with pytest.warns(UserWarning, match=told):
-        assert fw.choose_backend("auto", "cuda") == "triton"
+        assert fw.resolve_backend("auto", "cuda") == "triton"
     with warnings.catch_warnings(action="error"):
-        assert fw.choose_backend("auto", "cuda", torch.float16) == "triton"
+        assert fw.resolve_backend("auto", "cuda", torch.float16) == "triton"
 
 
 @pytest.mark.parametrize("error", [AssertionError, RuntimeError])
@@ -159,4 +159,4 @@ def test_a_device_that_is_not_here_is_refused(
     monkeypatch.setattr(torch.cuda, "get_device_capability", missing)
     message = "^device: got cuda:7, need one that is there; no CUDA here$"
     with pytest.raises(ValueError, match=message):
-        fw.choose_backend(backend, "cuda:7")
+        fw.resolve_backend(backend, "cuda:7")

@@ -22,7 +22,7 @@ Below them, in ``common``:
     rows                             which rows of a pool a batch has
 """
 
-from fastweights.ops.common.backends import choose_backend, record_backends
+from fastweights.ops.common.backends import record_backends, resolve_backend
 from fastweights.ops.recurrence import linear_recurrence
 
-__all__ = ["choose_backend", "linear_recurrence", "record_backends"]
+__all__ = ["linear_recurrence", "record_backends", "resolve_backend"]

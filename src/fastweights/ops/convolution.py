@@ -39,8 +39,8 @@ from fastweights.ops.common.backends import (
     KERNEL_OR_TORCH,
     KernelOrTorch,
     check_backend,
-    choose_backend,
     record_run,
+    resolve_backend,
 )
 from fastweights.ops.common.registration import Operator
 from fastweights.packing import num_sequences
@@ -258,7 +258,7 @@ def _backend_and_module(backend: str, x: Tensor) -> tuple[str, ModuleType]:
 
     Without a token PyTorch's, since there is nothing to launch.
     """
-    chosen = choose_backend(backend, x.device, x.dtype)
+    chosen = resolve_backend(backend, x.device, x.dtype)
     if chosen == "triton" and x.shape[1]:
         from fastweights.kernels import convolution as triton_convolution
 

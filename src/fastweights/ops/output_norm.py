@@ -29,8 +29,8 @@ from fastweights.ops.common.backends import (
     KERNEL_OR_TORCH,
     KernelOrTorch,
     check_backend,
-    choose_backend,
     record_run,
+    resolve_backend,
 )
 from fastweights.ops.common.registration import Operator
 
@@ -77,7 +77,7 @@ def gated_rms_norm(
     """
     _check(o, weight, gate, gate_activation, eps, backend)
     silu = gate_activation == "silu"
-    if choose_backend(backend, o.device, o.dtype) != "triton":
+    if resolve_backend(backend, o.device, o.dtype) != "triton":
         return norm_by_formula(o, weight, gate, silu, eps)
     inputs = (o.contiguous(), weight.contiguous(), gate)
     compiling = torch.compiler.is_compiling()

@@ -38,8 +38,8 @@ from fastweights.dtypes import (
 from fastweights.ops.common.backends import (
     Backend,
     check_backend,
-    choose_backend,
     record_run,
+    resolve_backend,
 )
 from fastweights.ops.common.registration import Operator, needs_gradient
 from fastweights.ops.common.rows import (
@@ -243,7 +243,7 @@ def check_scan(
 
 def _backend_and_module(backend: str, x: Tensor) -> tuple[str, ModuleType]:
     """The backend that runs, and where its functions stand."""
-    chosen = choose_backend(backend, x.device, x.dtype)
+    chosen = resolve_backend(backend, x.device, x.dtype)
     if chosen == "triton":
         from fastweights.kernels import selective as triton_selective
 

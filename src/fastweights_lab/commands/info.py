@@ -74,7 +74,7 @@ def backend(
     if "backend" not in inspect.signature(operator).parameters:
         return "PyTorch", "it has no kernel of its own"
     try:
-        fw.choose_backend("triton", device, dtype)
+        fw.resolve_backend("triton", device, dtype)
     except ValueError as error:
         return "torch", f"triton {str(error).partition('which ')[2]}"
     if device.type != "cuda":

@@ -30,7 +30,7 @@ from fastweights.layers.common.layer import Hidden, Layer
 from fastweights.layers.common.layer_arguments import check_input
 from fastweights.layers.common.plain_modules import is_untouched
 from fastweights.layers.common.state import LayerState
-from fastweights.ops.common.backends import choose_backend, record_run
+from fastweights.ops.common.backends import record_run, resolve_backend
 from fastweights.ranks.group import current_ranks
 
 MAX_FUSED_SEQUENCES = 256
@@ -57,7 +57,7 @@ def fits_fused_step(x: Tensor) -> bool:
 
 def runs_kernels(x: Tensor) -> bool:
     """Whether Triton's kernels compute x's tokens, not PyTorch's operators."""
-    return choose_backend("auto", x.device, x.dtype) == "triton"
+    return resolve_backend("auto", x.device, x.dtype) == "triton"
 
 
 def are_fusable(x: Tensor, modules: Sequence[nn.Module | None]) -> bool:

@@ -29,7 +29,7 @@ DEEP_KERNEL_CAPABILITIES = (9, 10)
 
 
 @torch_internals.constant_in_graphs
-def choose_backend(
+def resolve_backend(
     backend: str = "auto",
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -62,7 +62,7 @@ def choose_backend(
 
 def recurrence_backend(backend: str, q: Tensor) -> str:
     """The backend that runs on q [.., K]: kernels have K <= MAX_KERNEL_K."""
-    chosen, K = choose_backend(backend, q.device, q.dtype), q.shape[-1]
+    chosen, K = resolve_backend(backend, q.device, q.dtype), q.shape[-1]
     if chosen != "triton" or K <= MAX_KERNEL_K:
         return chosen
     return _triton_unless(f"K <= {MAX_KERNEL_K}, not {K}", backend)
@@ -85,7 +85,7 @@ def deep_backend(
         return "torch"
     if missing:
         return _triton_unless(missing, backend)
-    chosen = choose_backend(backend, device, dtype)
+    chosen = resolve_backend(backend, device, dtype)
     if chosen != "triton" or backend == "triton":
         return chosen
     major, _ = torch.cuda.get_device_capability(device)
