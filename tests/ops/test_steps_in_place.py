@@ -212,6 +212,47 @@ def test_states_and_rows_that_do_not_fit(case, given, said):
         step(**token, **given)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_steps_refuse_where_a_gradient_is_needed(case):
+    """By the name of what needs one, before the state changes."""
+    torch.manual_seed(0)
+    x, _, step, state = CASES[case]()
+    token = {name: y[:, :2] for name, y in x.items()}
+    before = [S.clone() for S in state]
+    names = ["state"] if len(state) == 1 else [r"state\[0\]", r"state\[1\]"]
+    given = [*token.items(), *zip(names, state, strict=True)]
+    for name, y in given:
+        y.requires_grad_()
+        said = f"^{name}: got a tensor that requires a gradient"
+        with pytest.raises(ValueError, match=said):
+            step(**token, state=as_argument(state))
+        y.requires_grad_(False)
+        assert all(map(torch.equal, state, before))
+    given[0][1].requires_grad_()
+    with torch.no_grad():
+        assert not step(**token, state=as_argument(state)).requires_grad
+    assert not state[0].equal(before[0])
+
+
+def test_selective_step_refuses_a_gradient_of_what_has_no_tokens():
+    x, _, _, (state,) = selective(1)
+    token = {name: y[:, :2] for name, y in x.items()}
+    once = {"A": torch.rand(8, 5, **double)}
+    once |= {name: torch.rand(8, **double) for name in ("D", "dt_bias")}
+    for name, y in once.items():
+        wrong = once | {name: y.clone().requires_grad_()}
+        with pytest.raises(ValueError, match=f"^{name}: got a tensor that"):
+            selective_step(**token, **wrong, state=state)
+
+
+def test_a_step_refuses_a_feature_map_that_learns():
+    x, _, _, (state,) = normalised()
+    token = {name: y[:, :2] for name, y in x.items()}
+    phi = torch.nn.Linear(6, 6, **double)
+    with pytest.raises(ValueError, match=r"^q: got a tensor that"):
+        linear_attention_step(**token, state=state, feature_map=phi)
+
+
 def test_mlstms_state_may_be_narrow_but_not_its_units():
     torch.manual_seed(0)
     x, _, step, state = mlstm()

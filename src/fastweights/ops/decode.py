@@ -36,7 +36,11 @@ from fastweights.ops.common.backends import (
     record_run,
     recurrence_backend,
 )
-from fastweights.ops.common.registration import operator_or_function, register
+from fastweights.ops.common.registration import (
+    needs_gradient,
+    operator_or_function,
+    register,
+)
 from fastweights.ops.common.rows import (
     Rows,
     check_rows_of_states,
@@ -189,8 +193,7 @@ def _check(
             f"state: got strides {list(state.stride())}, need a tensor whose "
             "elements share no memory, such as its clone()"
         )
-    if torch.is_grad_enabled():
-        _refuse_gradients(operands)
+    refuse_gradients(**operands.differentiable("state"))
     check_backend(backend)
     check_values_if_enabled(operands, "state")
 
@@ -224,13 +227,13 @@ def check_num_accepted(name: str, num_accepted: Tensor, **of: Tensor) -> None:
         raise ValueError(f"{name}: got {values}, need 0 to {T}")
 
 
-def _refuse_gradients(operands: RecurrenceOperands) -> None:
+def refuse_gradients(**tensors: Tensor | None) -> None:
     """Raise for the first tensor that a gradient is asked for."""
-    for name, x in operands.differentiable("state").items():
-        if x.requires_grad:
+    for name, x in tensors.items():
+        if needs_gradient(x):
             raise ValueError(
                 f"{name}: got a tensor that requires a gradient, need one "
-                "that does not, or torch.no_grad(): decode_step has none"
+                "that does not, or torch.no_grad(): a step has none"
             )
 
 

@@ -20,6 +20,7 @@ from fastweights.heads import state_shape
 from fastweights.ops.common.backends import Backend
 from fastweights.ops.common.registration import register
 from fastweights.ops.common.rows import Rows, clamp_rows, write_rows
+from fastweights.ops.decode import refuse_gradients
 from fastweights.ops.members import Keys, PerHead, Values
 from fastweights.ops.normaliser import (
     StateAndNormaliser,
@@ -343,7 +344,6 @@ RUNNING_MAXIMUM = register(
 )
 
 
-@torch.no_grad()
 def mlstm_step(
     q: Keys,
     k: Keys,
@@ -384,6 +384,7 @@ def mlstm_step(
         q, k, v, g, memory_arguments(state, "state"), rows, scale
     )
     check_gate("i", i, q, v)
+    refuse_gradients(i=i)
     check_numbers(">= 0", eps=eps)
     S, m = state
     dtype = compute_dtype(q.dtype)

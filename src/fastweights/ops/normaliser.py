@@ -22,7 +22,11 @@ from fastweights.dtypes import (
 )
 from fastweights.ops.common.backends import Backend, recurrence_backend
 from fastweights.ops.common.rows import Rows, check_rows_of_states
-from fastweights.ops.decode import decode_step, narrow_dtypes
+from fastweights.ops.decode import (
+    decode_step,
+    narrow_dtypes,
+    refuse_gradients,
+)
 from fastweights.ops.recurrence_on_ranks import recurrence_over_ranks
 from fastweights.ops.recurrence_operator import local_recurrence
 from fastweights.packing import num_sequences
@@ -131,7 +135,6 @@ def check_normalised(
     check_states(q, states, dict(zip(states, shapes, strict=False)))
 
 
-@torch.no_grad()
 def linear_attention_step(
     q: Float[Tensor, "B T H K"],
     k: Float[Tensor, "B T H K"],
@@ -212,3 +215,4 @@ def check_normalised_step(
     check_rows_of_states(
         q, states, rows, *shapes, extra_dtypes=narrow_dtypes(q)
     )
+    refuse_gradients(q=q, k=k, v=v, g=g, **states)

@@ -48,7 +48,7 @@ from fastweights.ops.common.rows import (
     clamp_rows,
     write_rows,
 )
-from fastweights.ops.decode import MAX_STEP_TOKENS
+from fastweights.ops.decode import MAX_STEP_TOKENS, refuse_gradients
 from fastweights.packing import num_sequences, states_or_zeros, tail_mask
 from fastweights.ranks.group import current_ranks, refuse_ranks
 from fastweights.ranks.shard import (
@@ -344,7 +344,6 @@ SCAN = Operator(
 )
 
 
-@torch.no_grad()
 def selective_step(
     x: Float[Tensor, "B T D"],
     dt: Float[Tensor, "B T D"],
@@ -384,6 +383,8 @@ def selective_step(
         need = f"[B, T, D] with T <= {MAX_STEP_TOKENS}; for more tokens there "
         refuse_shape("x", x, f"{need}is selective_scan")
     check_rows_of_states(x, {"state": state}, rows, tuple(A.shape))
+    gates = {"D": D, "z": z, "dt_bias": dt_bias, "state": state}
+    refuse_gradients(x=x, dt=dt, A=A, B=B, C=C, **gates)
     full = compute_dtype(x.dtype)
     u, dt, A, B, C = (t.to(full) for t in (x, dt, A, B, C))
     if dt_bias is not None:
