@@ -201,6 +201,21 @@ def test_a_row_is_restored_whichever_layers_have_keys(pattern):
 
 
 @torch.no_grad()
+def test_a_snapshot_of_another_length_is_refused():
+    """Before any layer of the row is overwritten."""
+    m, text = make_model(("gated_deltanet", "kda")), token_ids(20)
+    pool = StatePool(m, num_rows=2, tokens_per_row=20)
+    rows = [pool.acquire(), pool.acquire()]
+    logits_of(m, pool, rows[:1], 13, text[None, :13])
+    snapshot = pool.snapshot(rows[0])
+    for wrong in (snapshot[:1], snapshot + snapshot, []):
+        said = f"^snapshot: got {len(wrong)} states, need 2, one per layer"
+        with pytest.raises(ValueError, match=said):
+            pool.restore(rows[1], wrong)
+    assert not any(s.S[rows[1]].any() for s in pool.states)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(
     "told", [[1, 5], torch.tensor([1, 5]), 5], ids=["each", "tensor", "most"]
 )

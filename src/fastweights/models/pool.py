@@ -156,6 +156,11 @@ class StatePool:
         Or states of the model's own calls: their tokens count if in keys.
         """
         (row,) = self._checked_rows("row", [row])
+        if len(snapshot) != len(self.states):
+            raise ValueError(
+                f"snapshot: got {len(snapshot)} states, need "
+                f"{len(self.states)}, one per layer"
+            )
         read = max((state.read_at_most for state in snapshot), default=0)
         for state, copied in zip(self._row(row), snapshot, strict=True):
             state.copy_(first_tokens(copied, read))
