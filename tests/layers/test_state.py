@@ -388,6 +388,10 @@ s.select(tensor([0, 3]))
     ValueError: rows: got [0, 3], need sequences, 0 to 2
 s.select(tensor([-1]))
     ValueError: rows: got [-1], need sequences, 0 to 2
+LayerState().select(tensor([0]))
+    ValueError: state: got one with no field, need a layer's
+LayerState().num_rows
+    ValueError: state: got one with no field, need a layer's
 s.copy_(3)
     TypeError: other: got int, need a LayerState
 s.copy_(s, tensor([0, 0, 1]))
@@ -398,7 +402,8 @@ s.copy_(s, tensor([0, 1, 3]))
 def test_rows_that_are_none(wrong, error):
     _, s = make_layer_and_state("gated-deltanet", 3, 5)
     with error():
-        eval(wrong, {"s": s, "torch": torch, "tensor": torch.tensor})
+        names = {"torch": torch, "tensor": torch.tensor}
+        eval(wrong, names | {"s": s, "LayerState": LayerState})
 
 
 @torch.no_grad()

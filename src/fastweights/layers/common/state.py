@@ -202,7 +202,9 @@ class LayerState:
     @property
     def num_rows(self) -> int:
         """Sequences, or rows of a pool."""
-        return min(x.shape[0] for x in self.tensors().values())
+        if not (tensors := self.tensors()):
+            raise ValueError("state: got one with no field, need a layer's")
+        return min(x.shape[0] for x in tensors.values())
 
     @property
     def nbytes(self) -> int:
