@@ -121,7 +121,7 @@ DeltaNet(8, 2, use_short_conv=False)
     TypeError: use_short_conv: got False, need it as conv_size (None: no
     convolution)
 MultiScaleRetention(8, 2, expand_v=1.0)
-    TypeError: expand_v: got 1.0, need it as v_factor
+    TypeError: expand_v: got 1.0, need it as v_factor (width of v over dim)
 TTTLinear(8, 2, base_lr=1.0)
     TypeError: base_lr: got 1.0, need it as max_rate
 LaCT(8, 2, base_lr=1.0)

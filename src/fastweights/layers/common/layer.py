@@ -59,6 +59,7 @@ ARGUMENT_ALIASES = RENAMED_ARGUMENTS | {
     "d_model": "dim",
     "d_state": "state_size",
     "expand_ratio": "expand",
+    "expand_v": "v_factor (width of v over dim)",
     "expand_qk": "qk_factor",
     "gate_logit_normalizer": "temperature",
     "gate_low_rank_dim": "gate_rank",
