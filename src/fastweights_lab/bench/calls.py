@@ -7,11 +7,9 @@ learning rate, and lets them read test programs of twice as many calls. Beside
 them DeltaNet is trained on programs of as many calls as these. Each head has a
 row with the cosines of names' keys and the empty line's and, if it has a gate,
 with what the gate keeps at the line and elsewhere. Each model has rows with
-its errors, call by call, and in the last call by how often the name has been
-set in it: as it is, without the writes at empty lines and the next two bytes,
-without all but a few of these, without as many writes elsewhere, with full
-strength where a name is set, and with gates that keep everything at empty
-lines and behind them.
+its errors, call by call: as it is, without the writes at empty lines and the
+next two bytes, without all but a few of these, without as many writes
+elsewhere, and with gates that keep everything at empty lines and behind them.
 """
 
 from __future__ import annotations
@@ -43,20 +41,17 @@ from fastweights_lab.experiments.trial import (
 )
 from fastweights_lab.experiments.workers import run_jobs
 from fastweights_lab.tasks import Calls
-from fastweights_lab.tasks.programs import ASSIGN, END, LETTERS, PRINT
+from fastweights_lab.tasks.programs import ASSIGN, LETTERS, PRINT
 
 TEST, ROWS = "8 calls of 36", 256
 CALLS = 16
 STREAMS = 10
-TIMES = 4
-"""Names set so often, or more, are counted together."""
 
 NOT_HINDERED = {
     "unwritten": 0,
     "unforgotten": 0,
     "before": 0,
     "left": 0,
-    "full": 0,
 }
 LONG = "delta, 16 calls"
 """DeltaNet, trained on programs of CALLS calls."""
@@ -70,7 +65,6 @@ HINDERED: dict[str, tuple[dict[str, int], ...]] = {
         {"unwritten": 3, "left": 2},
         {"unwritten": 3, "left": 4},
         {"unwritten": 3, "left": 8},
-        {"full": 2},
     ),
     LONG: ({}, {"unwritten": 3}, {"unwritten": 3, "left": 1}),
     "gated delta": (
@@ -86,12 +80,8 @@ They are an empty line and what follows it: the short convolution mixes the
 line into the next bytes. The third byte behind it is the digit of an
 assignment, which has to be written. Six bytes ``before`` stands "nt(", which
 says nothing of a name. So many empty lines are ``left`` as they are, the last
-ones before the last call. Where a name is set, the digit is written at
-``full`` strength, and with 2 the end of its line too.
+ones before the last call.
 """
-
-LAST = {"own": "last set", "own wrong": "last wrong"}
-"""What is also counted by how often the last call has set a name."""
 
 NEAR = 4
 """How many bytes, from an empty line on, have a mean gate of their own."""
@@ -176,13 +166,8 @@ def by_call(model: LanguageModel, task: Calls) -> dict[str, Any]:
     Counts of answers and of wrong ones, on names that the call has set
     (``own``) and on others (``unset``). ``said`` has the answers to all
     questions of the first program, the ``program``.
-
-    ``last set`` counts the last call's own names that it has set once, twice,
-    three times and TIMES times or more when it asks for them; ``last wrong``
-    has such errors.
     """
     totals: dict[str, list[Tensor]] = {}
-    by_times: dict[str, list[Tensor]] = {}
     for i, done in enumerate(range(0, ROWS, ROWS_AT_ONCE)):
         number = min(ROWS_AT_ONCE, ROWS - done)
         batch = task.batch(number, TESTS + 1024 * i, DEVICE)
@@ -199,27 +184,10 @@ def by_call(model: LanguageModel, task: Calls) -> dict[str, Any]:
         ):
             in_calls = x.view(-1, task.calls, task.questions).sum((0, 2))
             totals.setdefault(name, []).append(in_calls)
-            if new := LAST.get(name):
-                in_last = x.view(-1, task.calls, task.questions)[:, -1]
-                times = times_set(batch.tokens, task)[:, -1].clamp(max=TIMES)
-                of_times = F.one_hot(times, TIMES + 1)[..., 1:]
-                counted = (in_last[..., None] * of_times).sum((0, 1))
-                by_times.setdefault(new, []).append(counted)
     found: dict[str, Any] = {"program": program, "said": first}
-    for name, counts in (totals | by_times).items():
+    for name, counts in totals.items():
         found[name] = torch.stack(counts).sum(0).tolist()
     return found
-
-
-def times_set(
-    tokens: Int[Tensor, "B T"], task: Calls
-) -> Int[Tensor, "B calls questions"]:
-    """How often a call has set each name by the time it asks for it."""
-    lines = tokens.unflatten(1, (task.calls, -1))[..., : -len(END)]
-    lines = lines.unflatten(2, (task.questions, -1))
-    names, asked = lines[..., 0], lines[..., len(ASSIGN) + PRINT.index("x")]
-    there = names[..., None, :] == asked[..., None]
-    return there.tril().sum(-1)
 
 
 def text_of(tokens: Int[Tensor, " n"]) -> str:
@@ -234,11 +202,10 @@ def heads(
 
     It is the mean over assignments to that letter, of the key at the end of
     the assignment and the key of the empty line that ends its call.
-    ``asked`` is the mean cosine of the keys at an assignment's digit and at
-    its end, and the query of a question for the name on the next line. Where
-    the head has a gate, ``kept`` is the mean of its decay at empty lines and
-    at each of the three bytes behind, ``kept at line ends`` that at the ends
-    of assignments, and ``kept elsewhere`` at all bytes but the first four.
+    Where the head has a gate, ``kept`` is the mean of its decay at empty
+    lines and at each of the three bytes behind, ``kept at line ends`` that at
+    the ends of assignments, and ``kept elsewhere`` at all bytes but the first
+    four.
     """
     at, call, end = places(tokens.shape[1], task)
     at, end = at.to(tokens.device), end.to(tokens.device)
@@ -249,18 +216,12 @@ def heads(
         cosines = (k[:, at] * k[:, end[call]]).sum(-1)  # [B, places, H]
         kept = x["g"].double().exp().mean(0) if "g" in x else None  # [T, H]
         far = behind(tokens.shape[1], task)
-        wrote = torch.stack([at - 1, at])
-        q = F.normalize(x["q"].double(), dim=-1)[:, at + len(PRINT)]
-        heard = (k[:, wrote] * q[:, None]).sum(-1)  # [B, 2, places, H]
-        same = tokens[:, at - 3] == tokens[:, at + 1 + PRINT.index("x")]
-        asked = heard.movedim(1, 2)[same].mean(0)  # [2, H]
         for head, of in enumerate(cosines.unbind(-1)):
             means = [of.flatten()[letters == i].mean() for i in range(LETTERS)]
             row = {
                 "layer": layer,
                 "head": head,
                 "cosine": digits_of(means),
-                "asked": digits_of(asked[:, head]),
             }
             if kept is not None:
                 by_place = kept[:, head].cpu()
@@ -288,7 +249,6 @@ def hinder(
     unforgotten: int = 0,
     before: int = 0,
     left: int = 0,
-    full: int = 0,
 ) -> Iterator[None]:
     """A model that does less at empty lines, in each of its heads.
 
@@ -299,16 +259,7 @@ def hinder(
         unforgotten: at how many bytes the gate keeps everything.
         before: how many bytes ahead of the empty line this begins.
         left: how many empty lines before the last call are left as they are.
-        full: how many bytes write at full strength where a name is set, from
-            its digit on.
     """
-
-    def full_strength(_: Any, given: Any, out: Tensor) -> Tensor:
-        at, *_ = places(out.shape[1], task)
-        chosen = torch.zeros(out.shape[1], dtype=torch.bool)
-        for i in range(full):
-            chosen[at - 1 + i] = True
-        return out.masked_fill(chosen.to(out.device)[:, None], math.inf)
 
     hooks = [
         module.register_forward_hook(_filled(task, count, before, left, value))
@@ -319,11 +270,6 @@ def hinder(
             (layer.decay, unforgotten, 0.0),  # a log decay of 0
         )
         if module is not None
-    ] + [
-        layer.b_proj.register_forward_hook(full_strength)
-        for layer in model.modules()
-        if isinstance(layer, LinearRecurrence)
-        if full and layer.b_proj is not None
     ]
     try:
         yield
