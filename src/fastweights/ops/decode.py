@@ -193,7 +193,8 @@ def _check(
             f"state: got strides {list(state.stride())}, need a tensor whose "
             "elements share no memory, such as its clone()"
         )
-    refuse_gradients(**operands.differentiable("state"))
+    if torch.is_grad_enabled():  # else a token would look through all
+        refuse_gradients(**operands.differentiable("state"))
     check_backend(backend)
     check_values_if_enabled(operands, "state")
 
